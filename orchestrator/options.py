@@ -1,0 +1,60 @@
+"""How an :class:`~orchestrator.scheduler.Orchestrator` behaves. Standard library only.
+
+``orchestrator.config`` makes these from flags, environment and YAML; an embedding trainer
+makes them directly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from orchestrator.types import KVPolicy, PauseMode, PhaseTimeouts, TransferBackend
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOptions:
+    """How a swap is made."""
+
+    backend: TransferBackend = TransferBackend.GLOO
+    pause_mode: PauseMode = PauseMode.KEEP
+    kv_policy: KVPolicy = KVPolicy.RECOMPUTE
+    pause_after_tokens: int = 10
+    """A scheduled swap waits until a live request has this many tokens (0: do not wait)."""
+    timeouts: PhaseTimeouts = field(default_factory=PhaseTimeouts)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """How rollouts are made."""
+
+    max_tokens: int = 32
+    """New tokens a rollout."""
+    temperature: float = 1.0
+    group_size: int = 4
+    """Samples a prompt; advantages are relative to the group."""
+    prompts_per_step: int = 8
+    """Prompt groups in a training batch."""
+    max_in_flight: int = 16
+    """Rollouts that generate at the same time, over all replicas."""
+    buffer_size: int = 64
+    """Finished rollouts that may wait for the consumer; then generation waits."""
+    max_staleness: int | None = None
+    """Versions a rollout may lag at consumption; older ones are discarded and counted."""
+    probe_tokens: int = 100
+    """New tokens a probe writes beyond ``pause_after_tokens``."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationOptions:
+    """Which proof every swap owes."""
+
+    digest: bool = True
+    canary: bool = True
+    fresh: bool = True
+    fresh_every: int = 0
+    """Fresh check after every N-th swap; 0: only after the last of a run."""
+    min_pass_rate: float = 1.0
+    """Share of probes that must match the fresh engine."""
+    canary_tolerance: float = 1e-3
+    """Largest absolute difference of a log-probability between engine and trainer."""

@@ -1,0 +1,196 @@
+"""What the control plane needs of the data plane. Bring your own by implementing these.
+
+Every method is a coroutine and must be cancellable. Deadlines are the caller's: an
+implementation never waits for ever on something it could notice (a dead process, a closed
+channel). Errors are raised as :mod:`orchestrator.errors` kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from orchestrator.types import (
+    ChannelSpec,
+    Completion,
+    EngineInfo,
+    EngineStatus,
+    GenerationRequest,
+    KVPolicy,
+    PauseAck,
+    PauseMode,
+    PolicyVersion,
+    Rollout,
+    TrainStats,
+    TransferBackend,
+    TransferStats,
+    WeightUpdate,
+)
+
+Digests = Mapping[str, str]
+"""Tensor name -> digest of its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """What requests saw of a swap at one replica."""
+
+    seconds: float | None
+    """Resume to the first token of any request frozen by the pause; None when there was none."""
+    stalls: tuple[float, ...]
+    """One a request that was running at the pause and wrote a token after it (see ``Stall``)."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One engine replica: generates, and swaps its weights while doing so."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the fleet; appears in logs, errors and reports."""
+        ...
+
+    async def start(self) -> EngineInfo:
+        """Bring the replica up with policy version 0. Called once."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Run ``request`` to its end. Cancelling the call ends the request in the engine.
+
+        While the replica is paused a new request is held back and starts on resume.
+        A request ended by :meth:`abort_requests` or pause mode ``abort`` returns what it has.
+        """
+        ...
+
+    async def wait_for_tokens(self, threshold: int) -> int:
+        """Wait until a live request has ``threshold`` tokens; returns how many are live."""
+        ...
+
+    async def open_channel(self, spec: ChannelSpec, first_rank: int) -> None:
+        """Join the transfer group and receive the known pattern bit for bit (ChannelError)."""
+        ...
+
+    async def close_channel(self) -> None:
+        """Leave the transfer group; a transfer that is under way fails. Idempotent."""
+        ...
+
+    async def pause(self, mode: PauseMode, kv: KVPolicy) -> PauseAck:
+        """Return when nothing is scheduled any more. Idempotent."""
+        ...
+
+    async def start_update(self, update: WeightUpdate) -> None:
+        """Get ready to receive; from here on the weights are not to be served."""
+        ...
+
+    async def receive_update(self, update: WeightUpdate) -> TransferStats:
+        """Receive every tensor and load it. Returns when the data is usable."""
+        ...
+
+    async def finish_update(self, update: WeightUpdate) -> None:
+        """Finalise the weights; tokens written from now on carry ``update.version``."""
+        ...
+
+    async def resume(self) -> None:
+        """Let requests go on. Idempotent."""
+        ...
+
+    async def wait_first_tokens(self, update: WeightUpdate) -> FirstTokens:
+        """Wait until every request the pause froze has written a token or ended."""
+        ...
+
+    async def digests(self, update: WeightUpdate) -> Digests:
+        """Digest of the bytes received for ``update``, taken before they were loaded."""
+        ...
+
+    async def prompt_logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> tuple[tuple[float, ...], ...]:
+        """Log-probability of each prompt token but the first, under the current weights."""
+        ...
+
+    async def status(self) -> EngineStatus:
+        """How the replica is now."""
+        ...
+
+    async def abort_requests(self) -> int:
+        """End every live request with what it has; returns how many."""
+        ...
+
+    async def wait_dead(self) -> str:
+        """Return why the replica is gone, when it is. Never returns while it is alive."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release everything: processes, ports, memory. Idempotent, works on a dead replica."""
+        ...
+
+
+@runtime_checkable
+class WeightSender(Protocol):
+    """The trainer's side of the channel: all that :meth:`Orchestrator.sync` needs of a trainer."""
+
+    async def listen(
+        self, backend: TransferBackend, world_size: int, timeout_s: float
+    ) -> ChannelSpec:
+        """Open the rendezvous for ``world_size`` ranks, itself being rank 0."""
+        ...
+
+    async def open_channel(self, spec: ChannelSpec) -> None:
+        """Join the group as rank 0 and send the known pattern (ChannelError)."""
+        ...
+
+    async def close_channel(self) -> None:
+        """Leave the group; a send that is under way fails. Idempotent."""
+        ...
+
+    async def stage(self, version: PolicyVersion) -> Digests:
+        """Freeze the current weights as ``version``, to be sent; digests of those very bytes."""
+        ...
+
+    async def send(self, update: WeightUpdate) -> TransferStats:
+        """Send the staged weights to every rank of the channel."""
+        ...
+
+    async def wait_dead(self) -> str:
+        """Return why the sender is gone, when it is. Never returns while it is alive."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release everything. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """A second implementation of the policy, against which the canary is compared."""
+
+    async def reference_logprobs(
+        self, prompts: Sequence[Sequence[int]], *, initial: bool = False
+    ) -> tuple[tuple[float, ...], ...]:
+        """Log-probability of each prompt token but the first, under the staged weights.
+
+        ``initial``: under the weights that the engines were started with (the control).
+        """
+        ...
+
+
+@runtime_checkable
+class Trainer(WeightSender, Scorer, Protocol):
+    """What :meth:`Orchestrator.run` needs: a sender that also trains."""
+
+    async def start(self) -> None:
+        """Bring the trainer up. Called once."""
+        ...
+
+    async def train(self, batch: Sequence[Rollout], step: int) -> TrainStats:
+        """One optimizer step on ``batch`` (whole prompt groups)."""
+        ...
+
+    async def save_checkpoint(self, name: str) -> str:
+        """Save the staged weights where an engine can be started from; returns the path."""
+        ...
+
+
+EngineFactory = Callable[[str], Awaitable[Engine]]
+"""Makes an engine that is not yet started from a checkpoint path (the fresh check)."""
