@@ -21,6 +21,7 @@ from orchestrator.types import (
     PauseAck,
     PauseMode,
     PolicyVersion,
+    RequestKind,
     Rollout,
     TrainStats,
     TransferBackend,
@@ -63,8 +64,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def wait_for_tokens(self, threshold: int) -> int:
-        """Wait until a live request has ``threshold`` tokens; returns how many are live."""
+    async def wait_for_tokens(self, threshold: int, kind: RequestKind | None = None) -> int:
+        """Wait until a live request (of ``kind``) has ``threshold`` tokens.
+
+        Returns how many requests are live. With none live it waits for one.
+        """
         ...
 
     async def open_channel(self, spec: ChannelSpec, first_rank: int) -> None:

@@ -1,0 +1,211 @@
+"""One swap, from a running fleet to a running fleet under new weights.
+
+::
+
+    GENERATING ─▶ PAUSING ─▶ SYNCING ─▶ RESUMING ─▶ VALIDATING ─▶ GENERATING
+                     │          │           │            │
+                     └──────────┴───────────┴────────────┴─▶ RECOVERING ─▶ GENERATING
+                                                                  └──────▶ FAILED
+
+PAUSING     waits for every serving replica to be idle; unblocked by their acknowledgements.
+SYNCING     waits for start, transfer and finish on every replica; unblocked by the sender's
+            last byte and each replica's load.
+RESUMING    waits for each frozen request's first new token; unblocked by the engines.
+VALIDATING  waits for the checks while generation goes on.
+
+What a failure leaves behind:
+
+PAUSING     zero bytes were sent: every replica that answers resumes at the old version.
+SYNCING     replicas that were told to start an update are fenced, never resumed.
+RESUMING    the version is committed; a replica that did not resume is fenced.
+VALIDATING  on a mismatch every replica is fenced: nothing it writes can be trusted.
+
+A cancel counts as a failure of the phase it arrives in. No phase outlives its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from orchestrator.context import operation
+from orchestrator.errors import SyncError, ValidationFailed
+from orchestrator.fleet import Fleet
+from orchestrator.machine import Guard, SwapMachine, Trigger
+from orchestrator.options import SwapOptions
+from orchestrator.protocols import Digests, FirstTokens, WeightSender
+from orchestrator.tasks import deadline, uninterrupted
+from orchestrator.types import (
+    CheckResult,
+    PauseAck,
+    PhaseSeconds,
+    StallStats,
+    State,
+    SyncReport,
+    TransferStats,
+    Verdict,
+    WeightUpdate,
+)
+from orchestrator.validation import Validator, explain
+
+FreshCheck = Callable[[], Awaitable[CheckResult]]
+
+
+def stall_stats(values: Sequence[float]) -> StallStats:
+    """Percentiles by the nearest-rank method; None where there is no value."""
+    if not values:
+        return StallStats(0, None, None, None)
+    ordered = sorted(values)
+
+    def rank(q: float) -> float:
+        return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
+
+    return StallStats(len(ordered), rank(0.50), rank(0.95), ordered[-1])
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a swap has measured so far."""
+
+    acks: list[PauseAck]
+    moved: list[TransferStats]
+    quiesce: float = 0.0
+    transfer: float = 0.0
+    finalize: float = 0.0
+    resume: float = 0.0
+    first: tuple[FirstTokens, ...] = ()
+    checks: tuple[CheckResult, ...] = ()
+    validate: float = 0.0
+
+
+class SwapCycle:
+    """Runs swaps, one at a time; the caller serialises."""
+
+    def __init__(
+        self,
+        machine: SwapMachine,
+        fleet: Fleet,
+        sender: WeightSender,
+        validator: Validator,
+        options: SwapOptions,
+    ) -> None:
+        self._machine = machine
+        self._fleet = fleet
+        self._sender = sender
+        self._validator = validator
+        self._options = options
+
+    async def run(
+        self, update: WeightUpdate, sent: Digests, nbytes: int, fresh: FreshCheck | None = None
+    ) -> SyncReport:
+        """Swap to ``update.version``, whose staged bytes digest to ``sent``.
+
+        Raises SyncError (what failed, where, who is fenced) or ValidationFailed; what the
+        replicas are left with is described in the module. ``fresh`` runs in VALIDATING.
+        """
+        self._machine.fire(Trigger.PAUSE, reason=f"version {update.version}")
+        progress = _Progress([], [])
+        try:
+            await self._pause(update, progress)
+            await self._sync(update, progress)
+            await self._resume(update, progress)
+            await self._validate(update, sent, nbytes, fresh, progress)
+        except BaseException as error:
+            phase = self._machine.state
+            await uninterrupted(self._give_up(phase, error))
+            if isinstance(error, Exception) and not isinstance(error, ValidationFailed):
+                raise SyncError(phase.value, str(error), self._fleet.fenced) from error
+            raise
+        self._machine.fire(Trigger.VERIFY, Guard.VERDICT)
+        return self._report(update, progress)
+
+    @asynccontextmanager
+    async def _phase(self) -> AsyncIterator[None]:
+        state = self._machine.state
+        budget = self._options.timeouts.of(state)
+        with operation(state=state.value):
+            async with deadline(state, budget, self._fleet.waiting_for):
+                yield
+
+    async def _pause(self, update: WeightUpdate, p: _Progress) -> None:
+        async with self._phase():
+            began = _now()
+            p.acks = await self._fleet.pause(update.pause_mode, update.kv_policy)
+            p.quiesce = _now() - began
+        self._machine.fire(Trigger.SYNC, Guard.ALL_IDLE)
+
+    async def _sync(self, update: WeightUpdate, p: _Progress) -> None:
+        async with self._phase():
+            began = _now()
+            await self._fleet.start_update(update)
+            p.moved = await self._fleet.transfer(update, self._sender)
+            moved = _now()
+            await self._fleet.finish_update(update)
+            p.transfer, p.finalize = moved - began, _now() - moved
+            self._fleet.commit(update.version)
+        self._machine.fire(Trigger.COMMIT, Guard.ALL_APPLIED)
+
+    async def _resume(self, update: WeightUpdate, p: _Progress) -> None:
+        async with self._phase():
+            began = _now()
+            await self._fleet.resume()
+            p.resume = _now() - began
+            p.first = tuple(await self._fleet.first_tokens(update))
+        self._machine.fire(Trigger.VALIDATE, Guard.ALL_RESUMED)
+
+    async def _validate(
+        self,
+        update: WeightUpdate,
+        sent: Digests,
+        nbytes: int,
+        fresh: FreshCheck | None,
+        p: _Progress,
+    ) -> None:
+        async with self._phase():
+            began = _now()
+            checks = [await self._validator.digest(update, sent, nbytes)]
+            _require(checks[-1])
+            checks.append(await self._validator.canary())
+            _require(checks[-1])
+            checks.append(
+                await fresh() if fresh is not None else CheckResult("fresh", Verdict.SKIPPED)
+            )
+            _require(checks[-1])
+            p.checks, p.validate = tuple(checks), _now() - began
+
+    async def _give_up(self, phase: State, error: BaseException) -> None:
+        """Leave every replica as the module says. Bounded by the budget of RESUMING."""
+        self._machine.fire(Trigger.FAULT, reason=f"{phase}: {error or type(error).__name__}")
+        with operation(state=State.RECOVERING.value):
+            if phase is State.VALIDATING and isinstance(error, ValidationFailed):
+                self._fleet.fence_all()
+            self._fleet.fence_dirty()
+            await self._fleet.resume_clean(self._options.timeouts.resuming)
+        if not self._fleet.fenced:
+            self._machine.fire(Trigger.RECOVER, Guard.ALL_SERVING, reason="nothing was sent")
+
+    def _report(self, update: WeightUpdate, p: _Progress) -> SyncReport:
+        firsts = [f.seconds for f in p.first if f.seconds is not None]
+        return SyncReport(
+            update=update,
+            nbytes=sum(m.nbytes for m in p.moved),
+            requests_in_flight=sum(a.requests_in_flight for a in p.acks),
+            seconds=PhaseSeconds(
+                p.quiesce, p.transfer, p.finalize, p.resume, min(firsts, default=None)
+            ),
+            stall_s=stall_stats([s for f in p.first for s in f.stalls]),
+            checks=p.checks,
+            validate_s=p.validate,
+        )
+
+
+def _require(result: CheckResult) -> None:
+    if result.verdict is Verdict.MISMATCH:
+        raise ValidationFailed(explain(result))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

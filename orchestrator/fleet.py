@@ -1,0 +1,375 @@
+"""Engine replicas as one: fan-out, routing, fencing.
+
+A replica is *serving* (takes requests), or *fenced* (takes none, is never resumed). It is
+*dirty* from the moment it is told to start an update until it has finished it: a dirty
+replica holds no committed version and can only be fenced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from orchestrator.errors import EngineError
+from orchestrator.protocols import Digests, Engine, FirstTokens, WeightSender
+from orchestrator.tasks import all_or_first_error, first_error, settle
+from orchestrator.types import (
+    ChannelSpec,
+    Completion,
+    EngineInfo,
+    FinishReason,
+    GenerationRequest,
+    KVPolicy,
+    PauseAck,
+    PauseMode,
+    PolicyVersion,
+    RequestKind,
+    TokenSpan,
+    TransferBackend,
+    TransferStats,
+    WeightUpdate,
+)
+
+T = TypeVar("T")
+
+CLOSE_S = 5.0
+"""Seconds for a side of the channel to close while a swap is being given up."""
+
+
+def first_ranks(workers: Sequence[int]) -> list[int]:
+    """First rank of each replica in a transfer group; rank 0 is the sender.
+
+    >>> first_ranks([2, 1, 4])
+    [1, 3, 4]
+    """
+    ranks, next_rank = [], 1
+    for count in workers:
+        ranks.append(next_rank)
+        next_rank += count
+    return ranks
+
+
+def joined(head: Completion | None, tail: Completion) -> Completion:
+    """A completion continued by another one that was prompted with its tokens."""
+    if head is None:
+        return tail
+    offset = len(head.token_ids)
+    spans = list(head.spans)
+    texts = list(head.span_texts)
+    for span, text in zip(tail.spans, tail.span_texts or ("",) * len(tail.spans), strict=True):
+        moved = TokenSpan(span.version, span.start + offset, span.end + offset)
+        if spans and spans[-1].version == moved.version and spans[-1].end == moved.start:
+            spans[-1] = TokenSpan(moved.version, spans[-1].start, moved.end)
+            texts[-1:] = [texts[-1] + text] if texts else [text]
+        else:
+            spans.append(moved)
+            texts.append(text)
+    return replace(
+        tail,
+        request_id=head.request_id,
+        token_ids=head.token_ids + tail.token_ids,
+        logprobs=head.logprobs + tail.logprobs,
+        spans=tuple(spans),
+        text=head.text + tail.text,
+        span_texts=tuple(texts),
+        stalls=head.stalls + tail.stalls,
+    )
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine and what the fleet knows of it."""
+
+    engine: Engine
+    info: EngineInfo | None = None
+    fenced: bool = False
+    dirty: bool = False
+    paused: bool = False
+    live: int = 0
+    probes: int = 0
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self.engine.name
+
+
+class Fleet:
+    """All replicas of a policy. Fan-out raises the first error and cancels the rest."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        names = [e.name for e in engines]
+        if not engines or len(set(names)) != len(names):
+            raise ValueError(f"a fleet needs replicas with different names, got {names}")
+        self._replicas = [Replica(e) for e in engines]
+        self._waiting: list[str] = []
+        self._ending = False
+        self.version = PolicyVersion(0)
+        """Newest committed version; what every serving replica holds."""
+
+    @property
+    def serving(self) -> list[Replica]:
+        """Replicas that take requests."""
+        return [r for r in self._replicas if not r.fenced]
+
+    @property
+    def fenced(self) -> tuple[str, ...]:
+        """Names of the replicas that must not serve."""
+        return tuple(r.name for r in self._replicas if r.fenced)
+
+    @property
+    def infos(self) -> list[EngineInfo]:
+        """What the started replicas said about themselves."""
+        return [r.info for r in self._replicas if r.info is not None]
+
+    def waiting_for(self) -> str:
+        """Who has not answered the running fan-out yet (for the error of a deadline)."""
+        return ", ".join(self._waiting)
+
+    async def _fan_out(
+        self,
+        operation: str,
+        call: Callable[[Replica], Coroutine[Any, Any, T]],
+        replicas: Sequence[Replica] | None = None,
+    ) -> list[T]:
+        chosen = self.serving if replicas is None else list(replicas)
+        self._waiting = [f"{operation} of {r.name}" for r in chosen]
+
+        async def one(replica: Replica) -> T:
+            result = await call(replica)
+            self._waiting.remove(f"{operation} of {replica.name}")
+            return result
+
+        return await all_or_first_error([one(r) for r in chosen])
+
+    # Life
+
+    async def start(self) -> list[EngineInfo]:
+        """Bring every replica up, side by side."""
+
+        async def start(replica: Replica) -> EngineInfo:
+            replica.info = await replica.engine.start()
+            return replica.info
+
+        return await self._fan_out("start", start)
+
+    async def open_channel(
+        self, sender: WeightSender, backend: TransferBackend, timeout_s: float
+    ) -> ChannelSpec:
+        """Put the sender and every worker into one group and prove it with a known pattern."""
+        workers = [info.workers for info in self.infos]
+        spec = await sender.listen(backend, 1 + sum(workers), timeout_s)
+        rank = dict(zip([r.name for r in self.serving], first_ranks(workers), strict=True))
+
+        async def engines() -> None:
+            await self._fan_out("open_channel", lambda r: r.engine.open_channel(spec, rank[r.name]))
+
+        await all_or_first_error([engines(), sender.open_channel(spec)])
+        return spec
+
+    async def close_channel(self, sender: WeightSender) -> None:
+        """Close every side; what hangs in a transfer fails.
+
+        A side that is dead or does not answer within ``CLOSE_S`` is left to its end.
+        """
+        sides = [sender.close_channel(), *(r.engine.close_channel() for r in self._replicas)]
+        tasks = [asyncio.ensure_future(side) for side in sides]
+        await asyncio.wait(tasks, timeout=CLOSE_S)
+        await settle(tasks)
+
+    async def aclose(self) -> None:
+        """Release every replica. The first error is raised after all were tried."""
+        results = await asyncio.gather(
+            *(r.engine.aclose() for r in self._replicas), return_exceptions=True
+        )
+        errors = [r for r in results if isinstance(r, BaseException)]
+        if errors:
+            raise first_error(BaseExceptionGroup("closing engines", errors))
+
+    # Requests
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Run ``request`` on the least loaded replica.
+
+        What a pause in mode ``abort`` cut is continued from prompt + tokens so far, within
+        the request's own budget; :meth:`abort_requests` ends it for good.
+        """
+        done: Completion | None = None
+        part = request
+        while True:
+            replica = self._route()
+            replica.live += 1
+            replica.probes += request.kind is RequestKind.PROBE
+            try:
+                done = joined(done, await replica.engine.generate(part))
+            finally:
+                replica.live -= 1
+                replica.probes -= request.kind is RequestKind.PROBE
+            left = request.max_tokens - len(done.token_ids)
+            if done.finish_reason is not FinishReason.ABORT or self._ending:
+                return done
+            if left <= 0:
+                return replace(done, finish_reason=FinishReason.LENGTH)
+            part = replace(
+                request,
+                request_id=f"{request.request_id}+{len(done.token_ids)}",
+                prompt=replace(request.prompt, token_ids=request.prompt.token_ids + done.token_ids),
+                max_tokens=left,
+                # The same seed would repeat the random numbers of the first part.
+                seed=None if request.seed is None else request.seed + len(done.token_ids) + 1,
+            )
+
+    def _route(self) -> Replica:
+        serving = self.serving
+        if not serving:
+            raise EngineError(
+                ", ".join(r.name for r in self._replicas), "no replica serves; all are fenced"
+            )
+        return min(serving, key=lambda r: r.live)
+
+    async def wait_for_tokens(self, threshold: int, kind: RequestKind | None = None) -> None:
+        """Wait until a live request has ``threshold`` tokens, on every replica that has probes."""
+        busy = [r for r in self.serving if r.probes] if kind is RequestKind.PROBE else []
+        if busy:
+            await self._fan_out(
+                "wait_for_tokens", lambda r: r.engine.wait_for_tokens(threshold, kind), busy
+            )
+            return
+        waits = [
+            asyncio.create_task(r.engine.wait_for_tokens(threshold, kind)) for r in self.serving
+        ]
+        self._waiting = ["a live request"]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await settle(waits)
+
+    async def abort_requests(self) -> int:
+        """End every request for good, each with what it has."""
+        self._ending = True
+        return sum(await self._fan_out("abort", lambda r: r.engine.abort_requests()))
+
+    # One swap
+
+    async def pause(self, mode: PauseMode, kv: KVPolicy) -> list[PauseAck]:
+        """Every serving replica is idle when this returns."""
+
+        async def pause(replica: Replica) -> PauseAck:
+            replica.paused = True
+            return await replica.engine.pause(mode, kv)
+
+        return await self._fan_out("pause", pause)
+
+    async def start_update(self, update: WeightUpdate) -> None:
+        """From here on the replicas are dirty."""
+
+        async def start(replica: Replica) -> None:
+            replica.dirty = True
+            await replica.engine.start_update(update)
+
+        await self._fan_out("start_update", start)
+
+    async def transfer(self, update: WeightUpdate, sender: WeightSender) -> list[TransferStats]:
+        """Move the staged weights; receivers are told first, else the sender could wait alone.
+
+        When one side fails the channel is closed at once: the others sit in a collective that
+        nothing else would end. Returns the receivers' statistics.
+        """
+        replicas = self.serving
+        self._waiting = [f"receive_update of {r.name}" for r in replicas] + ["send"]
+        receives = [asyncio.create_task(r.engine.receive_update(update)) for r in replicas]
+        send = asyncio.create_task(sender.send(update))
+        tasks = [*receives, send]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            ended = [t for t in tasks if t.done() and not t.cancelled()]
+            failed = [e for t in ended if (e := t.exception()) is not None]
+            if failed:
+                raise first_error(BaseExceptionGroup("transfer", failed))
+            self._waiting = []
+            return [t.result() for t in receives]
+        except BaseException:
+            self._waiting = [w for w, t in zip(self._waiting, tasks, strict=True) if not t.done()]
+            raise
+        finally:
+            if any(not t.done() for t in tasks):
+                await self.close_channel(sender)
+                await settle(tasks)
+
+    async def finish_update(self, update: WeightUpdate) -> None:
+        """The replicas hold ``update.version`` and are clean when this returns."""
+
+        async def finish(replica: Replica) -> None:
+            await replica.engine.finish_update(update)
+            replica.dirty = False
+
+        await self._fan_out("finish_update", finish)
+
+    def commit(self, version: PolicyVersion) -> None:
+        """Publish ``version``: only when no serving replica is dirty, and only forwards."""
+        dirty = [r.name for r in self.serving if r.dirty]
+        if dirty or version <= self.version:
+            raise EngineError(
+                ", ".join(dirty) or "fleet", f"cannot commit {version} over {self.version}"
+            )
+        self.version = version
+
+    async def resume(self) -> None:
+        """Let the serving replicas go on; a dirty one is refused."""
+
+        async def resume(replica: Replica) -> None:
+            if replica.dirty:
+                raise EngineError(replica.name, "holds half-applied weights and is not resumed")
+            await replica.engine.resume()
+            replica.paused = False
+
+        await self._fan_out("resume", resume)
+
+    async def first_tokens(self, update: WeightUpdate) -> list[FirstTokens]:
+        """Wait until every request that the pause froze has gone on."""
+        return await self._fan_out("first token", lambda r: r.engine.wait_first_tokens(update))
+
+    async def digests(self, update: WeightUpdate) -> dict[str, Digests]:
+        """Digest of what each serving replica received, by replica name."""
+        replicas = self.serving
+        found = await self._fan_out("digests", lambda r: r.engine.digests(update), replicas)
+        return dict(zip([r.name for r in replicas], found, strict=True))
+
+    async def prompt_logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> dict[str, tuple[tuple[float, ...], ...]]:
+        """Log-probabilities of fixed prompts on each serving replica, by replica name."""
+        replicas = self.serving
+        found = await self._fan_out(
+            "prompt_logprobs", lambda r: r.engine.prompt_logprobs(prompts), replicas
+        )
+        return dict(zip([r.name for r in replicas], found, strict=True))
+
+    # After a failure
+
+    def fence_dirty(self) -> None:
+        """No dirty replica takes a request or is resumed from now on."""
+        for replica in self._replicas:
+            replica.fenced = replica.fenced or replica.dirty
+
+    def fence_all(self) -> None:
+        """No replica takes a request from now on."""
+        for replica in self._replicas:
+            replica.fenced = True
+
+    async def resume_clean(self, seconds: float) -> None:
+        """Resume every serving paused replica; one that does not within ``seconds`` is fenced."""
+
+        async def resume(replica: Replica) -> None:
+            try:
+                async with asyncio.timeout(seconds):
+                    await replica.engine.resume()
+                replica.paused = False
+            except Exception:
+                replica.fenced = True
+
+        await asyncio.gather(*(resume(r) for r in self.serving if r.paused))

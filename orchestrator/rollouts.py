@@ -1,0 +1,202 @@
+"""Prompts in, versioned rollouts out, bounded at both ends.
+
+``RolloutSource.run`` keeps up to ``max_in_flight`` requests generating. It waits for: a free
+request slot and buffer credit for a whole group; unblocked by requests ending and by
+:meth:`RolloutSource.take`. ``take`` waits for: whole groups; unblocked by requests ending.
+
+Credit is taken when a group is admitted, not when it is finished: a finished rollout never
+waits for room, so requests and the consumer cannot wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.errors import Closed, StaleRollout
+from orchestrator.options import GenerationOptions
+from orchestrator.staleness import consume
+from orchestrator.tasks import settle
+from orchestrator.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    PolicyVersion,
+    Prompt,
+    RequestKind,
+    Rollout,
+)
+
+Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+
+
+@dataclass(slots=True)
+class _Group:
+    size: int
+    done: list[Rollout] = field(default_factory=list)
+
+
+class RolloutSource:
+    """Owns every rollout request and the buffer of finished ones.
+
+    ``generate`` runs one request; ``version`` is the newest published policy;
+    ``on_finished`` and ``on_consumed(rollout, accepted)`` are told of each rollout once.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        options: GenerationOptions,
+        generate: Generate,
+        version: Callable[[], PolicyVersion],
+        on_finished: Callable[[Rollout], None] = lambda rollout: None,
+        on_consumed: Callable[[Rollout, bool], None] = lambda rollout, accepted: None,
+    ) -> None:
+        if not prompts:
+            raise ValueError("no prompts: rollouts need at least one")
+        if options.buffer_size < options.group_size * options.prompts_per_step:
+            raise ValueError(
+                f"buffer_size {options.buffer_size} holds less than one batch "
+                f"({options.prompts_per_step} groups of {options.group_size})"
+            )
+        self.prompts = tuple(prompts)
+        self._options = options
+        self._generate = generate
+        self._version = version
+        self._on_finished = on_finished
+        self._on_consumed = on_consumed
+        self._slots = asyncio.Semaphore(options.max_in_flight)
+        self._credit = asyncio.Semaphore(options.buffer_size // options.group_size)
+        self._groups: dict[str, _Group] = {}
+        self._ready: deque[list[Rollout]] = deque()
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: Exception | None = None
+        self._failed = asyncio.Event()
+        self._closed = False
+        self.discarded = 0
+        """Rollouts refused as too stale so far."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests generating now."""
+        return len(self._tasks)
+
+    def _requests(self) -> Iterator[list[GenerationRequest]]:
+        o = self._options
+        for n in itertools.count():
+            prompt = self.prompts[n % len(self.prompts)]
+            group = f"g{n}"
+            yield [
+                GenerationRequest(
+                    request_id=f"r{n}.{i}",
+                    prompt=prompt,
+                    max_tokens=o.max_tokens,
+                    temperature=o.temperature,
+                    # One stream of seeds a run: no two samples share one.
+                    seed=(o.seed << 32) + n * o.group_size + i,
+                    kind=RequestKind.ROLLOUT,
+                    group=group,
+                )
+                for i in range(o.group_size)
+            ]
+
+    async def run(self) -> None:
+        """Submit groups until cancelled; raises what a request failed with."""
+        submit = asyncio.create_task(self._submit(), name="rollout-submit")
+        failed = asyncio.create_task(self._failed.wait(), name="rollout-failed")
+        try:
+            await asyncio.wait([submit, failed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await settle([submit, failed])
+        if self._error is not None:
+            raise self._error
+        submit.result()
+
+    async def _submit(self) -> None:
+        for requests in self._requests():
+            await self._credit.acquire()
+            self._groups[requests[0].group] = _Group(len(requests))
+            for request in requests:
+                await self._slots.acquire()
+                task = asyncio.create_task(self._one(request), name=request.request_id)
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _one(self, request: GenerationRequest) -> None:
+        try:
+            completion = await self._generate(request)
+        except Exception as error:
+            async with self._changed:
+                self._error = self._error or error
+                self._failed.set()
+                self._changed.notify_all()
+        else:
+            rollout = Rollout(request, completion)
+            self._on_finished(rollout)
+            async with self._changed:
+                group = self._groups[request.group]
+                group.done.append(rollout)
+                if len(group.done) == group.size:
+                    del self._groups[request.group]
+                    self._ready.append(sorted(group.done, key=lambda r: r.request.request_id))
+                    self._changed.notify_all()
+        finally:
+            self._slots.release()
+
+    async def take(self, groups: int) -> list[Rollout]:
+        """The next ``groups`` whole groups, oldest first, with their staleness.
+
+        A group with a rollout beyond ``max_staleness`` is discarded whole and does not count:
+        group-relative advantages need all of it. Raises what a request failed with.
+        """
+        waiting: list[list[Rollout]] = []
+        try:
+            while True:
+                async with self._changed:
+                    await self._changed.wait_for(self._settled(groups - len(waiting)))
+                    if self._error is not None:
+                        raise self._error
+                    if len(waiting) + len(self._ready) < groups:
+                        raise Closed("no more rollouts: the orchestrator was closed")
+                    while len(waiting) < groups:
+                        waiting.append(self._ready.popleft())
+                # Judged together and last: a swap may have been published while waiting.
+                waiting = [fresh for group in waiting if (fresh := self._judge(group))]
+                if len(waiting) == groups:
+                    break
+        except BaseException:
+            self._ready.extendleft(reversed(waiting))  # not handed out, so not lost
+            raise
+        for group in waiting:
+            self._credit.release()
+            for rollout in group:
+                self._on_consumed(rollout, True)
+        return [rollout for group in waiting for rollout in group]
+
+    def _settled(self, groups: int) -> Callable[[], bool]:
+        return lambda: len(self._ready) >= groups or self._error is not None or self._closed
+
+    def _judge(self, group: list[Rollout]) -> list[Rollout] | None:
+        if all(r.completion.finish_reason is not FinishReason.ABORT for r in group):
+            try:
+                return [consume(r, self._version(), self._options.max_staleness) for r in group]
+            except StaleRollout:
+                pass
+        self.discarded += len(group)
+        self._credit.release()
+        for rollout in group:
+            self._on_consumed(rollout, False)
+        return None
+
+    async def drain(self, seconds: float) -> None:
+        """Wait for running requests to end (they were aborted); cancel what has not by then."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=seconds)
+        await settle(set(self._tasks))
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()

@@ -1,0 +1,520 @@
+"""The Orchestrator: owns every task of a run and wires the parts; no part knows it.
+
+Tasks and what they wait for:
+
+    host      the task that entered ``async with``: trains (``run``) or belongs to the embedder
+    watch     one a process of the data plane: waits for its death; ends the run with the cause
+    source    submits rollouts: waits for a free slot and credit; unblocked by requests ending
+    requests  one a rollout or probe: waits for the engine
+    swap      one at a time: waits as ``cycle`` says
+
+A watch or the source that fails cancels the host: nothing idles on after a background task
+died. Leaving the block stops everything in a fixed order, within ``timeouts.stopping``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from orchestrator.context import current_op, operation
+from orchestrator.cycle import SwapCycle
+from orchestrator.errors import (
+    Closed,
+    ConfigError,
+    EngineDied,
+    MidflightError,
+    SyncBusy,
+    TrainerDied,
+)
+from orchestrator.events import (
+    EngineStarted,
+    Event,
+    Observer,
+    ReplicaDied,
+    RolloutConsumed,
+    RolloutFinished,
+    RunEnded,
+    StateChanged,
+    SwapDone,
+    SwapFailed,
+    TrainStepDone,
+)
+from orchestrator.fleet import Fleet
+from orchestrator.machine import Guard, SwapMachine, Transition, Trigger
+from orchestrator.options import GenerationOptions, SwapOptions, ValidationOptions
+from orchestrator.protocols import Engine, EngineFactory, Scorer, Trainer, WeightSender
+from orchestrator.rollouts import RolloutSource
+from orchestrator.tasks import (
+    all_or_first_error,
+    deadline,
+    first_error,
+    settle,
+    uninterrupted,
+)
+from orchestrator.types import (
+    CheckResult,
+    GenerationRequest,
+    OpContext,
+    Outcome,
+    PauseMode,
+    PolicyVersion,
+    Prompt,
+    RequestKind,
+    Rollout,
+    State,
+    SyncReport,
+    TrainStats,
+    WeightUpdate,
+)
+from orchestrator.validation import Validator
+
+
+def _is_cancel(error: BaseException) -> bool:
+    return isinstance(error, (asyncio.CancelledError, KeyboardInterrupt))
+
+
+class Orchestrator:
+    """Keeps engines generating while a trainer trains, and swaps weights between them.
+
+    ::
+
+        async with Orchestrator(engines, trainer, prompts=prompts) as o:
+            async for rollout in o.rollouts():      # you own the loop ...
+                ...
+                await o.sync()                      # ... or: await o.run(steps=5)
+
+    ``trainer`` needs to be a :class:`WeightSender` for :meth:`sync` and a :class:`Trainer`
+    for :meth:`run`. Entering starts everything and proves the channel; leaving releases
+    everything. When a background task fails the body is cancelled and the ``async with``
+    raises what failed.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        trainer: WeightSender,
+        *,
+        prompts: Sequence[Prompt],
+        probes: Sequence[Prompt] = (),
+        swap: SwapOptions | None = None,
+        generation: GenerationOptions | None = None,
+        validation: ValidationOptions | None = None,
+        engine_factory: EngineFactory | None = None,
+        observers: Sequence[Observer] = (),
+        run_id: str | None = None,
+    ) -> None:
+        self.run_id = run_id or uuid.uuid4().hex[:12]
+        self._trainer = trainer
+        self._swap = swap or SwapOptions()
+        self._generation = generation or GenerationOptions()
+        self._options = validation or ValidationOptions(canary=False, fresh=False)
+        self._probes = tuple(probes)
+        self._observers = tuple(observers)
+        self._fleet = Fleet(engines)
+        self._machine = SwapMachine(self._moved)
+        self._validator = Validator(
+            self._options,
+            self._fleet,
+            scorer=trainer if isinstance(trainer, Scorer) else None,
+            factory=engine_factory,
+            canary_prompts=(probes or prompts)[:4],
+        )
+        self._source = RolloutSource(
+            prompts,
+            self._generation,
+            self._fleet.generate,
+            lambda: self._fleet.version,
+            on_finished=lambda r: self._emit(RolloutFinished(time.time(), self._op(), r)),
+            on_consumed=lambda r, ok: self._emit(RolloutConsumed(time.time(), self._op(), r, ok)),
+        )
+        self._cycle = SwapCycle(self._machine, self._fleet, trainer, self._validator, self._swap)
+        self._sync_lock = asyncio.Lock()
+        self._watchers: list[asyncio.Task[None]] = []
+        self._host: asyncio.Task[Any] | None = None
+        self._swapping: asyncio.Task[SyncReport] | None = None
+        self._probing: set[asyncio.Task[Rollout]] = set()
+        self._fatal: BaseException | None = None
+        self._cancels = 0
+        self._interrupted = False
+        self._closing = False
+        self._nbytes = 0
+
+    # What is going on
+
+    @property
+    def state(self) -> State:
+        """Where the swap machine is."""
+        return self._machine.state
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The newest published policy version."""
+        return self._fleet.version
+
+    @property
+    def history(self) -> tuple[Transition, ...]:
+        """The machine's moves so far, oldest first."""
+        return tuple(self._machine.history)
+
+    def _op(self) -> OpContext:
+        op = replace(current_op(), run_id=self.run_id, state=self._machine.state.value)
+        return op if op.version is not None else replace(op, version=self._fleet.version)
+
+    def _emit(self, event: Event) -> None:
+        for observer in self._observers:
+            try:
+                observer(event)
+            except Exception as error:
+                # Told through the loop, not raised: a broken dashboard must not stop a swap.
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": f"observer {observer!r} failed", "exception": error}
+                )
+
+    def _moved(self, move: Transition) -> None:
+        self._emit(
+            StateChanged(
+                time.time(),
+                self._op(),
+                move.source,
+                move.target,
+                move.trigger.value,
+                move.reason,
+                move.seconds,
+            )
+        )
+
+    # Life
+
+    async def __aenter__(self) -> Self:
+        if self._host is not None:
+            raise Closed("an Orchestrator is entered once; make a new one")
+        self._host = asyncio.current_task()
+        try:
+            with operation(run_id=self.run_id, state=State.STARTING.value, version=0):
+                async with deadline(
+                    State.STARTING, self._swap.timeouts.starting, self._fleet.waiting_for
+                ):
+                    await self._start()
+        except BaseException as error:
+            await self._leave(error)
+            raise AssertionError("unreachable: leaving with an error raises it") from error
+        return self
+
+    async def _start(self) -> None:
+        await all_or_first_error(
+            [
+                self._start_engines(),
+                *([self._trainer.start()] if isinstance(self._trainer, Trainer) else []),
+            ]
+        )
+        spec = await self._fleet.open_channel(
+            self._trainer, self._swap.backend, self._swap.timeouts.syncing
+        )
+        self._nbytes = spec.nbytes
+        for engine in self._fleet.serving:
+            self._watch(self._watch_engine(engine.engine), f"watch-{engine.name}")
+        self._watch(self._watch_trainer(), "watch-trainer")
+        await self._validator.control()
+        self._machine.fire(Trigger.START, Guard.CHANNEL_PROVED)
+        self._watch(self._source.run(), "source")
+
+    async def _start_engines(self) -> None:
+        for info in await self._fleet.start():
+            self._emit(EngineStarted(time.time(), self._op(), info))
+
+    def _watch(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._watchers.append(task)
+        task.add_done_callback(self._watch_ended)
+
+    def _watch_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._fatal is None and not self._closing:
+            self._fatal = error
+            self._cancel_host()
+
+    def _cancel_host(self) -> None:
+        assert self._host is not None
+        self._cancels += 1
+        self._host.cancel()
+
+    async def _watch_engine(self, engine: Engine) -> None:
+        cause = await engine.wait_dead()
+        if not self._closing:
+            self._emit(ReplicaDied(time.time(), self._op(), engine.name, cause))
+            raise EngineDied(engine.name, cause)
+
+    async def _watch_trainer(self) -> None:
+        cause = await self._trainer.wait_dead()
+        if not self._closing:
+            self._emit(ReplicaDied(time.time(), self._op(), "trainer", cause))
+            raise TrainerDied(f"trainer: {cause}")
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._leave(error)
+
+    async def aclose(self) -> None:
+        """Release everything. Idempotent; leaving the ``async with`` block calls it."""
+        await uninterrupted(self._release())
+
+    def interrupt(self) -> None:
+        """End the run now: the host is cancelled; what requests have is kept. Idempotent."""
+        if not self._interrupted and self._host is not None:
+            self._interrupted = True
+            self._cancel_host()
+
+    async def _leave(self, error: BaseException | None) -> None:
+        """Release everything, then raise the error that mattered, if any."""
+        assert self._host is not None
+        try:
+            await uninterrupted(self._release(error))
+        except asyncio.CancelledError as late:
+            error = error or late
+        for _ in range(self._cancels):
+            self._host.uncancel()
+        if isinstance(error, BaseExceptionGroup):
+            error = first_error(error)
+        # The host was cancelled because of it; an error of the host's own says more.
+        if self._fatal is not None and (error is None or _is_cancel(error)):
+            error = self._fatal
+        if error is None:
+            outcome = Outcome.COMPLETED
+        elif _is_cancel(error):
+            outcome = Outcome.INTERRUPTED
+        else:
+            outcome = Outcome.FAILED
+        failure = error if outcome is Outcome.FAILED else None
+        self._emit(RunEnded(time.time(), self._op(), outcome, self._fleet.version, failure))
+        if error is not None:
+            raise error
+
+    async def _release(self, error: BaseException | None = None) -> None:
+        """Requests hand over what they have, then everything goes; within ``stopping``."""
+        if self._closing:
+            return
+        self._closing = True
+        budget = self._swap.timeouts.stopping
+        failed = self._fatal is not None or not (error is None or _is_cancel(error))
+        with operation(run_id=self.run_id):
+            if self._swapping is not None:
+                self._swapping.cancel()
+                await asyncio.wait([self._swapping], timeout=budget / 8)
+            if self._machine.state is not State.STARTING:
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(budget / 8):
+                        await self._fleet.abort_requests()
+                await self._source.drain(budget / 8)
+                if self._probing:
+                    await asyncio.wait(self._probing, timeout=budget / 8)
+            why = str(error or "") or (type(error).__name__ if error else "done")
+            self._machine.fire(Trigger.FAIL if failed else Trigger.STOP, reason=why)
+            closing = [
+                asyncio.ensure_future(self._fleet.aclose()),
+                asyncio.ensure_future(self._trainer.aclose()),
+            ]
+            await asyncio.wait(closing, timeout=budget / 2)
+            owned: list[asyncio.Task[Any]] = [*closing, *self._probing, *self._watchers]
+            if self._swapping is not None:
+                owned.append(self._swapping)  # its calls ended with the engines
+            await settle(owned)
+
+    # The job
+
+    async def run(self, steps: int) -> None:
+        """Train and swap ``steps`` times; needs a :class:`Trainer`.
+
+        Returns when every step is done. Raises the first failure; the caller leaves the
+        ``async with`` block with it.
+        """
+        trainer = self._trainer
+        if not isinstance(trainer, Trainer):
+            raise ConfigError(
+                f"run() needs a trainer that trains; {type(trainer).__name__} only sends weights: "
+                "own the loop and call sync()"
+            )
+        for step in range(1, steps + 1):
+            with operation(run_id=self.run_id, step=step, state=State.GENERATING.value):
+                probes = await self._generate_and_train(trainer, step)
+                last = step == steps
+                every = self._options.fresh_every
+                await self._swap_once(
+                    step, probes, fresh=last or (every > 0 and step % every == 0), wait=True
+                )
+
+    async def _generate_and_train(self, trainer: Trainer, step: int) -> list[asyncio.Task[Rollout]]:
+        waiting = "rollouts"
+        seconds = self._swap.timeouts.generating
+        async with deadline(State.GENERATING, seconds, lambda: waiting):
+            batch = await self._source.take(self._generation.prompts_per_step)
+            waiting = "the trainer"
+            self._trained(await trainer.train(batch, step), batch)
+            waiting = f"a live request with {self._swap.pause_after_tokens} tokens"
+            probes = self._launch_probes(step)
+            await self._until_long_enough(probes)
+        return probes
+
+    def _trained(self, stats: TrainStats, batch: Sequence[Rollout]) -> None:
+        rewards = stats.rewards or (None,) * len(batch)
+        rewarded = tuple(
+            replace(rollout, reward=reward) for rollout, reward in zip(batch, rewards, strict=True)
+        )
+        self._emit(TrainStepDone(time.time(), self._op(), stats, rewarded))
+
+    def _launch_probes(self, step: int) -> list[asyncio.Task[Rollout]]:
+        return [self._launch_probe(p, f"p{step}.{i}") for i, p in enumerate(self._probes)]
+
+    def _launch_probe(self, prompt: Prompt, request_id: str) -> asyncio.Task[Rollout]:
+        request = GenerationRequest(
+            request_id,
+            prompt,
+            max_tokens=self._swap.pause_after_tokens + self._generation.probe_tokens,
+            temperature=0.0,
+            kind=RequestKind.PROBE,
+        )
+
+        async def probe() -> Rollout:
+            rollout = Rollout(request, await self._fleet.generate(request))
+            self._emit(RolloutFinished(time.time(), self._op(), rollout))
+            return rollout
+
+        task = asyncio.create_task(probe(), name=request_id)
+        self._probing.add(task)
+        task.add_done_callback(self._probe_ended)
+        return task
+
+    def _probe_ended(self, task: asyncio.Task[Rollout]) -> None:
+        self._probing.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieved: who awaits the probe, or the watch, raises it
+
+    async def _until_long_enough(self, probes: Sequence[asyncio.Task[Rollout]]) -> None:
+        threshold = self._swap.pause_after_tokens
+        if threshold <= 0:
+            return
+        kind = RequestKind.PROBE if probes else None
+        long_enough = asyncio.create_task(self._fleet.wait_for_tokens(threshold, kind))
+        try:
+            # Probes that all end early would leave nothing to wait for.
+            while not long_enough.done() and not (probes and all(p.done() for p in probes)):
+                running = [p for p in probes if not p.done()]
+                await asyncio.wait([long_enough, *running], return_when=asyncio.FIRST_COMPLETED)
+            for task in (long_enough, *probes):
+                if task.done():
+                    task.result()
+        finally:
+            await settle([long_enough])
+
+    # One swap
+
+    async def sync(self, *, wait: bool = True) -> SyncReport:
+        """Publish the trainer's current weights as the next version.
+
+        A second call while a swap runs waits its turn, or raises SyncBusy if not ``wait``.
+        A cancel before bytes moved calls the swap off; after that the swap is finished first,
+        since half-applied weights would serve nobody. Raises SyncError or ValidationFailed.
+        """
+        with operation(run_id=self.run_id):
+            return await self._swap_once(None, (), fresh=self._options.fresh, wait=wait)
+
+    async def _swap_once(
+        self,
+        step: int | None,
+        probes: Sequence[asyncio.Task[Rollout]],
+        *,
+        fresh: bool,
+        wait: bool,
+    ) -> SyncReport:
+        if self._closing:
+            raise Closed("the orchestrator is closed")
+        if self._sync_lock.locked() and not wait:
+            raise SyncBusy(f"a swap to version {self.version + 1} is running: wait for it")
+        async with self._sync_lock:
+            version = PolicyVersion(self._fleet.version + 1)
+            update = WeightUpdate(
+                sync_id=f"{self.run_id}-s{version}",
+                from_version=self._fleet.version,
+                version=version,
+                step=step or version,
+                backend=self._swap.backend,
+                pause_mode=self._swap.pause_mode,
+                kv_policy=self._swap.kv_policy,
+            )
+            with operation(sync_id=update.sync_id, version=version, step=update.step):
+                self._swapping = asyncio.create_task(
+                    self._swap_to(update, probes, fresh and self._options.fresh),
+                    name=update.sync_id,
+                )
+                try:
+                    return await asyncio.shield(self._swapping)
+                except asyncio.CancelledError:
+                    if self._interrupted or self._fatal is not None:
+                        raise  # everything is about to be released; that ends the swap too
+                    if self.state in (State.GENERATING, State.PAUSING):
+                        self._swapping.cancel()
+                    await settle([self._swapping], cancel=False)
+                    raise
+
+    async def _swap_to(
+        self, update: WeightUpdate, probes: Sequence[asyncio.Task[Rollout]], fresh: bool
+    ) -> SyncReport:
+        async with deadline(State.GENERATING, self._swap.timeouts.generating, lambda: "staging"):
+            sent = await self._trainer.stage(update.version)
+
+        async def check() -> CheckResult:
+            return await self._fresh(update, probes)
+
+        try:
+            report = await self._cycle.run(update, sent, self._nbytes, check if fresh else None)
+        except BaseException as error:
+            self._emit(SwapFailed(time.time(), self._op(), error, self._fleet.fenced))
+            raise
+        self._emit(SwapDone(time.time(), self._op(), report))
+        return report
+
+    async def _fresh(
+        self, update: WeightUpdate, probes: Sequence[asyncio.Task[Rollout]]
+    ) -> CheckResult:
+        """Probes that the swap cut, or new ones where cut ones cannot be exact.
+
+        ``keep`` leaves KV of the old weights in a cut request and ``wait`` cuts none; a request
+        made after the swap must still equal a fresh engine's, token for token.
+        """
+        exact = update.pause_mode is PauseMode.ABORT or (
+            update.pause_mode is PauseMode.KEEP and update.kv_policy.value == "recompute"
+        )
+        if not (probes and exact):
+            prompts = self._probes or self._source.prompts
+            probes = [
+                self._launch_probe(p, f"{update.sync_id}-f{i}") for i, p in enumerate(prompts)
+            ]
+        trainer = self._trainer
+        if not isinstance(trainer, Trainer):
+            raise MidflightError("the fresh check needs a trainer that saves checkpoints")
+        ended = list(await asyncio.gather(*probes))
+        checkpoint = await trainer.save_checkpoint(f"v{update.version}")
+        return await self._validator.fresh(checkpoint, ended, update.version)
+
+    async def rollouts(self) -> AsyncIterator[Rollout]:
+        """Finished rollouts as they come, group by group, each with its staleness.
+
+        Waits while there is none; ends when the orchestrator is closed.
+        """
+        while True:
+            try:
+                group = await self._source.take(1)
+            except Closed:
+                return
+            for rollout in group:
+                yield rollout
