@@ -13,18 +13,19 @@ from dataclasses import replace
 
 from orchestrator.types import OpContext
 
-_current: ContextVar[OpContext] = ContextVar("midflight_op", default=OpContext())
+_NONE = OpContext()
+_current: ContextVar[OpContext] = ContextVar("midflight_op")
 
 
 def current_op() -> OpContext:
     """The operation of the running task."""
-    return _current.get()
+    return _current.get(_NONE)
 
 
 @contextmanager
 def operation(**changes: object) -> Iterator[OpContext]:
     """Within the block the current operation has ``changes`` (fields of OpContext)."""
-    op = replace(_current.get(), **changes)  # type: ignore[arg-type]
+    op = replace(current_op(), **changes)  # type: ignore[arg-type]
     token = _current.set(op)
     try:
         yield op

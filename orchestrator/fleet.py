@@ -8,8 +8,8 @@ replica holds no committed version and can only be fenced.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from orchestrator.errors import EngineError
@@ -25,7 +25,6 @@ from orchestrator.types import (
     PauseAck,
     PauseMode,
     PolicyVersion,
-    RequestKind,
     TokenSpan,
     TransferBackend,
     TransferStats,
@@ -87,8 +86,8 @@ class Replica:
     fenced: bool = False
     dirty: bool = False
     paused: bool = False
-    live: int = 0
-    probes: int = 0
+    live: set[str] = field(default_factory=set)
+    """Ids of the requests it was given and has not answered."""
 
     @property
     def name(self) -> str:
@@ -200,13 +199,11 @@ class Fleet:
         part = request
         while True:
             replica = self._route()
-            replica.live += 1
-            replica.probes += request.kind is RequestKind.PROBE
+            replica.live.add(part.request_id)
             try:
                 done = joined(done, await replica.engine.generate(part))
             finally:
-                replica.live -= 1
-                replica.probes -= request.kind is RequestKind.PROBE
+                replica.live.discard(part.request_id)
             left = request.max_tokens - len(done.token_ids)
             if done.finish_reason is not FinishReason.ABORT or self._ending:
                 return done
@@ -227,19 +224,22 @@ class Fleet:
             raise EngineError(
                 ", ".join(r.name for r in self._replicas), "no replica serves; all are fenced"
             )
-        return min(serving, key=lambda r: r.live)
+        return min(serving, key=lambda r: len(r.live))
 
-    async def wait_for_tokens(self, threshold: int, kind: RequestKind | None = None) -> None:
-        """Wait until a live request has ``threshold`` tokens, on every replica that has probes."""
-        busy = [r for r in self.serving if r.probes] if kind is RequestKind.PROBE else []
-        if busy:
+    async def wait_for_tokens(self, threshold: int, among: Collection[str] | None = None) -> None:
+        """Wait until a live request has ``threshold`` tokens.
+
+        With ``among`` (request ids): one of them on every replica that runs any of them.
+        """
+        if among is not None:
+            wanted = frozenset(among)
             await self._fan_out(
-                "wait_for_tokens", lambda r: r.engine.wait_for_tokens(threshold, kind), busy
+                "wait_for_tokens",
+                lambda r: r.engine.wait_for_tokens(threshold, wanted & r.live),
+                [r for r in self.serving if wanted & r.live],
             )
             return
-        waits = [
-            asyncio.create_task(r.engine.wait_for_tokens(threshold, kind)) for r in self.serving
-        ]
+        waits = [asyncio.create_task(r.engine.wait_for_tokens(threshold)) for r in self.serving]
         self._waiting = ["a live request"]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -7,7 +7,7 @@ channel). Errors are raised as :mod:`orchestrator.errors` kinds.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -21,7 +21,6 @@ from orchestrator.types import (
     PauseAck,
     PauseMode,
     PolicyVersion,
-    RequestKind,
     Rollout,
     TrainStats,
     TransferBackend,
@@ -64,8 +63,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def wait_for_tokens(self, threshold: int, kind: RequestKind | None = None) -> int:
-        """Wait until a live request (of ``kind``) has ``threshold`` tokens.
+    async def wait_for_tokens(self, threshold: int, among: Collection[str] | None = None) -> int:
+        """Wait until a live request (one of the ids in ``among``) has ``threshold`` tokens.
 
         Returns how many requests are live. With none live it waits for one.
         """

@@ -76,6 +76,14 @@ from orchestrator.types import (
 from orchestrator.validation import Validator
 
 
+def _clock() -> float:
+    """The loop's time, which tests may bend; the same clock outside of a loop."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
+
+
 def _is_cancel(error: BaseException) -> bool:
     return isinstance(error, (asyncio.CancelledError, KeyboardInterrupt))
 
@@ -118,7 +126,7 @@ class Orchestrator:
         self._probes = tuple(probes)
         self._observers = tuple(observers)
         self._fleet = Fleet(engines)
-        self._machine = SwapMachine(self._moved)
+        self._machine = SwapMachine(self._moved, clock=_clock)
         self._validator = Validator(
             self._options,
             self._fleet,
@@ -403,8 +411,9 @@ class Orchestrator:
         threshold = self._swap.pause_after_tokens
         if threshold <= 0:
             return
-        kind = RequestKind.PROBE if probes else None
-        long_enough = asyncio.create_task(self._fleet.wait_for_tokens(threshold, kind))
+        # Probes get their replica in the first turn of their tasks, before this wait starts.
+        among = {p.get_name() for p in probes} or None
+        long_enough = asyncio.create_task(self._fleet.wait_for_tokens(threshold, among))
         try:
             # Probes that all end early would leave nothing to wait for.
             while not long_enough.done() and not (probes and all(p.done() for p in probes)):
