@@ -1,0 +1,246 @@
+"""The real data plane of a run: a local Ray (or yours), a trainer actor, engine actors.
+
+Used by the command and the benchmarks. An embedding trainer may use it too, or make
+:class:`actors.adapters.RayEngine` and its own sender itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from actors import preflight as checks
+from actors.engine_settings import EngineSettings
+from actors.rewards import DEFAULT_REWARD
+from orchestrator.config import Settings
+from orchestrator.errors import ConfigError, EngineError
+from orchestrator.protocols import Engine, EngineFactory, Trainer
+from orchestrator.types import Prompt, TransferBackend
+
+OnActorEvent = Callable[[str, dict[str, Any]], None]
+
+PROBES = 13
+"""Prompts that also run greedily across every swap."""
+CONNECT_S = 10.0
+"""What a Ray cluster may take to accept a connection."""
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+"""Largest log-probability difference between two implementations of one model, by dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that can be started: settings resolved against models and hardware."""
+
+    checked: checks.Prepared
+    min_pass_rate: float
+    canary_tolerance: float
+
+    @property
+    def backend(self) -> TransferBackend:
+        """How weights will travel."""
+        return self.checked.backend
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The actors of a run, not yet started."""
+
+    engines: tuple[Engine, ...]
+    trainer: Trainer
+    engine_factory: EngineFactory
+    prompts: tuple[Prompt, ...]
+    probes: tuple[Prompt, ...]
+    hardware: str
+    packages: Mapping[str, str]
+
+
+def preflight(settings: Settings) -> Prepared:
+    """Everything that can be wrong, found before anything is started (ConfigError)."""
+    if settings.ray_address is not None:
+        reachable(settings.ray_address)
+    checked = checks.preflight(
+        model=settings.model,
+        trainer_model=settings.trainer_model,
+        prompts_file=settings.prompts,
+        new_tokens=max(settings.max_tokens, settings.pause_after_tokens + settings.probe_tokens),
+        backend=None if settings.backend == "auto" else settings.backend,
+        max_model_len=settings.max_model_len,
+        dtype=settings.dtype,
+        reward=DEFAULT_REWARD if settings.reward == "auto" else settings.reward,
+        learning_rate=settings.learning_rate,
+        cache_dir=settings.cache_dir,
+    )
+    if settings.transfer_dtype != "auto":
+        checked = replace(checked, wire_dtype=settings.transfer_dtype)
+    rate = settings.min_pass_rate
+    tolerance = settings.canary_tolerance
+    return Prepared(
+        checked,
+        min_pass_rate=rate if rate is not None else (0.9 if checked.rocm else 1.0),
+        canary_tolerance=tolerance if tolerance is not None else _TOLERANCE[checked.dtype],
+    )
+
+
+def reachable(address: str) -> None:
+    """ConfigError unless something listens at ``address`` (Ray itself would retry for minutes)."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=CONNECT_S):
+            return
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster at --ray-address {address!r}: {error}. Start one with `ray start "
+            "--head`, or leave the flag out for a local one"
+        ) from None
+
+
+@asynccontextmanager
+async def assemble(
+    settings: Settings, prepared: Prepared, run_dir: Path, on_event: OnActorEvent
+) -> AsyncIterator[Parts]:
+    """Connect to Ray for the time of the block; the caller starts and closes the actors."""
+    logs = run_dir.absolute() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    async with connected(settings.ray_address, logs):
+        yield make_parts(settings, prepared, run_dir.absolute(), on_event)
+
+
+@asynccontextmanager
+async def connected(address: str | None, logs: Path) -> AsyncIterator[None]:
+    """A Ray to run actors in: started here and ended with the block, or attached to.
+
+    A cluster that is attached to is only disconnected from.
+    """
+    # Ray asks for consent on a terminal otherwise, and its own lines would break the display.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    arguments: dict[str, Any] = {
+        "include_dashboard": None if address else False,
+        "log_to_driver": False,
+        "configure_logging": False,
+        "logging_level": logging.WARNING,
+    }
+    if address is not None:
+        arguments["address"] = address
+    with to_file(logs / "ray.log", "ray"):
+        try:
+            await asyncio.to_thread(ray.init, **arguments)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise EngineError("ray", f"Ray did not start: {error}") from error
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(ray.shutdown)
+
+
+@contextlib.contextmanager
+def to_file(path: Path, *names: str) -> Any:
+    """Loggers ``names`` write to ``path`` within the block; warnings also go on as usual."""
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+        handler.close()
+
+
+def make_parts(
+    settings: Settings, prepared: Prepared, run_dir: Path, on_event: OnActorEvent
+) -> Parts:
+    """The actors as the control plane sees them; Ray must be connected."""
+    from actors.adapters import RayEngine, RayTrainer
+
+    checked = prepared.checked
+    logs = run_dir / "logs"
+    share = gpu_shares(checked.backend, settings.engines, settings.tensor_parallel_size)
+
+    def engine_settings(name: str, model: str, backend: TransferBackend | None) -> EngineSettings:
+        return EngineSettings(
+            model=model,
+            backend=backend,
+            dtype=checked.dtype,
+            max_model_len=checked.max_model_len,
+            max_num_seqs=max(16, settings.max_in_flight + 2 * PROBES),
+            seed=settings.seed,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            executor=settings.executor,
+            cpu=not checked.gpus,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            batch_invariant=bool(checked.gpus) and not checked.rocm,
+            log_path=str(logs / f"{name}.log"),
+        )
+
+    def engine(name: str, model: str, backend: TransferBackend | None) -> RayEngine:
+        gpus = share["engine" if backend is not None else "fresh"]
+        return RayEngine(
+            name,
+            engine_settings(name, model, backend),
+            on_event=on_event,
+            options={"num_gpus": gpus},
+        )
+
+    async def fresh(checkpoint: str) -> Engine:
+        return engine("fresh", checkpoint, None)
+
+    trainer = RayTrainer(
+        {
+            "trainer_path": str(checked.trainer_path),
+            "engine_path": str(checked.engine_path),
+            "run_dir": str(run_dir),
+            "backend": checked.backend,
+            "learning_rate": checked.learning_rate,
+            "grad_clip": settings.grad_clip,
+            "reward": checked.reward,
+            "seed": settings.seed,
+            "wire_dtype": checked.wire_dtype,
+            "threads": max(1, (os.cpu_count() or 2) // 2) if not checked.gpus else None,
+            "host": "127.0.0.1" if settings.ray_address is None else "auto",
+            "log_path": str(logs / "trainer.log"),
+        },
+        on_event=on_event,
+        options={"num_gpus": share["trainer"]},
+    )
+    names = [f"engine-{i}" for i in range(settings.engines)]
+    return Parts(
+        engines=tuple(engine(n, str(checked.engine_path), checked.backend) for n in names),
+        trainer=trainer,
+        engine_factory=fresh,
+        prompts=checked.prompts,
+        probes=checked.prompts[:PROBES],
+        hardware=checked.hardware,
+        packages=checked.packages,
+    )
+
+
+def gpu_shares(backend: TransferBackend, engines: int, workers: int) -> dict[str, float]:
+    """GPUs each actor reserves, so that Ray puts them where the backend needs them.
+
+    NCCL: the trainer alone on one, an engine and the fresh one together on another (0.6 + 0.4
+    fit only there). IPC: all on one. An engine of several workers reserves none: vLLM's Ray
+    executor reserves for its workers itself.
+    """
+    if backend is TransferBackend.GLOO:
+        return {"trainer": 0, "engine": 0, "fresh": 0}
+    if workers > 1:
+        return {"trainer": 1, "engine": 0, "fresh": 0}
+    if backend is TransferBackend.NCCL:
+        return {"trainer": 1, "engine": 0.6, "fresh": 0.4}
+    part = round(1 / (engines + 2), 3)
+    return {"trainer": part, "engine": part, "fresh": part}

@@ -1,0 +1,57 @@
+"""The text the tiny model is made from: general facts in short, plain sentences."""
+
+from __future__ import annotations
+
+from actors.prompts import FACTS
+
+_MORE = (
+    "The sun is a star and it gives us light and heat.",
+    "The moon goes around the earth about once a month.",
+    "Water turns to ice when it gets very cold.",
+    "A year on earth has three hundred and sixty five days.",
+    "Bees make honey from the sweet juice of flowers.",
+    "Whales live in the sea but they breathe air.",
+    "Iron is pulled by a magnet, but wood is not.",
+    "Sound moves through air much slower than light.",
+    "Small seeds sleep in the soil until spring.",
+    "Birds are the only animals that have feathers.",
+    "Salt in the sea comes from rocks on the land.",
+    "A spider has eight legs and an insect has six.",
+    "Some snow stays all summer on steep slopes.",
+    "The roots of a tree hold it in the soil.",
+    "Rain falls when clouds can hold no more water.",
+    "The seasons change because the earth is tilted.",
+    "Glass is made by melting sand at a high heat.",
+    "Strong sails let ships sail straight into a storm.",
+    "Bats use sound to find small insects in the dark.",
+    "Silver shines when someone scrubs it with soft sand.",
+    "Seals swim in cold seas and sleep on stone shores.",
+    "Bread rises because yeast makes small bubbles of gas.",
+    "A triangle has three sides and three corners.",
+    "Fish take oxygen from water through their gills.",
+    "Salmon swim up streams to spawn in shallow water.",
+    "Steam pushes a piston and spins a steel shaft.",
+    "Tides rise and fall with the pull of the moon.",
+    "Penguins live in the cold south and cannot fly.",
+    "The brain sends signals to the body through nerves.",
+    "Spiders spin silk so strong that it stops small insects.",
+    "Green leaves use light to make food for the plant.",
+    "Snails slide on slime and seek shade in summer.",
+    "Sharks sense small signals from prey in the sea.",
+    "Volcanoes bring hot melted rock up from below.",
+    "Some squirrels store seeds for the snowy season.",
+    "Ice is lighter than water, so it floats on it.",
+    "Owls hunt at night and sleep in the day.",
+    "Wool comes from sheep and silk comes from worms.",
+    "Sugar and salt seem the same, but salt tastes sharp.",
+    "Oil and water do not mix with each other.",
+    "Stars look small because they are so far away.",
+    "A square has four sides of the same length.",
+    "The Amazon is a very large river in South America.",
+    "Copper is used for wires because it carries current well.",
+    "Snakes have no legs, yet they move very fast.",
+    "Maps show us where things are in the world.",
+    "Sunflowers slowly swing to face the setting sun.",
+)
+
+CORPUS: tuple[str, ...] = tuple(f"{prompt} {answer}." for prompt, answer in FACTS) + _MORE

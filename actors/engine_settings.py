@@ -1,0 +1,106 @@
+"""What an engine replica is started with. Plain data; no vLLM needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.types import TransferBackend
+
+from .transfer.names import ENGINE_NAMES, WORKER_EXTENSION
+
+CPU_BATCHED_TOKENS = 8192
+"""Tokens of one step on the CPU: a recomputed batch should fit into one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Arguments of one replica."""
+
+    model: str
+    """Path or hub name of the checkpoint that is policy version 0."""
+    backend: TransferBackend | None = TransferBackend.GLOO
+    """How weights will arrive; None for an engine that never swaps (the fresh check)."""
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    """Requests decoded together; more wait inside the engine."""
+    seed: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    executor: str = "auto"
+    """vLLM's executor: ``uni``, ``mp``, ``ray``; auto: uni for one worker, ray for more."""
+    cpu: bool = True
+    """Run on the CPU: eager, threads bound to no core, ``kv_cache_gib`` of cache."""
+    threads: int = 0
+    """Compute threads on the CPU (0: half of the cores)."""
+    kv_cache_gib: float = 0.5
+    """KV cache on the CPU; on a GPU ``gpu_memory_utilization`` decides."""
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool | None = None
+    """None: eager on the CPU, graphs on a GPU."""
+    batch_invariant: bool = False
+    prefix_caching: bool = True
+    log_path: str | None = None
+    """Where the output of the replica's processes goes (None: left as it is)."""
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """More arguments of vLLM's ``AsyncEngineArgs``; they win."""
+
+    @property
+    def workers(self) -> int:
+        """Worker processes, each a rank of the transfer group."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def executor_backend(self) -> str:
+        """``executor`` with ``auto`` resolved."""
+        if self.executor != "auto":
+            return self.executor
+        return "uni" if self.workers == 1 else "ray"
+
+    @property
+    def offline(self) -> bool:
+        """The model is a folder here: nothing is to be looked up on the hub."""
+        return Path(self.model).is_dir()
+
+    @property
+    def compute_threads(self) -> int:
+        """``threads`` with 0 resolved."""
+        return self.threads or max(1, (os.cpu_count() or 2) // 2)
+
+    def arguments(self) -> dict[str, object]:
+        """Arguments of ``AsyncEngineArgs``."""
+        found: dict[str, object] = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "seed": self.seed,
+            "max_num_seqs": self.max_num_seqs,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+            "distributed_executor_backend": self.executor_backend,
+            "enforce_eager": self.cpu if self.enforce_eager is None else self.enforce_eager,
+            "enable_prefix_caching": self.prefix_caching,
+            "worker_extension_cls": WORKER_EXTENSION,
+            # Neither the model's own sampling defaults nor its temperature may shape logprobs.
+            "generation_config": "vllm",
+            "logprobs_mode": "raw_logprobs",
+            "enable_log_requests": False,
+            "disable_log_stats": True,
+        }
+        if self.max_model_len is not None:
+            found["max_model_len"] = self.max_model_len
+        if self.cpu:
+            found["kv_cache_memory_bytes"] = int(self.kv_cache_gib * 2**30)
+            if self.max_model_len is not None:
+                # A seeded request whose prefill is split kills the CPU worker ("CPU Generator
+                # does not use offset", gpu_model_runner._bookkeeping_sync): never split one.
+                found["enable_chunked_prefill"] = False
+                found["max_num_batched_tokens"] = max(self.max_model_len, CPU_BATCHED_TOKENS)
+        else:
+            found["gpu_memory_utilization"] = self.gpu_memory_utilization
+        if self.backend is not None:
+            found["weight_transfer_config"] = {"backend": ENGINE_NAMES[self.backend][0]}
+        found.update(self.extra)
+        return found

@@ -1,0 +1,201 @@
+"""Processes that must not outlive what started them.
+
+A process is named by pid *and* start time: a pid alone may belong to someone else by now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+
+import psutil
+
+ACTOR_ENV = "MIDFLIGHT_ACTOR_PID"
+"""Set by an engine actor; every vLLM process below it ends when that process does."""
+
+_armed = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process for good."""
+
+    pid: int
+    started: float
+    """Unix time, as psutil says it."""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """The running process ``pid``; None if there is none."""
+        try:
+            return cls(pid, psutil.Process(pid).create_time())
+        except psutil.Error:
+            return None
+
+    def find(self) -> psutil.Process | None:
+        """The process, if it still runs."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started) < 0.01
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.Error:
+            return None
+
+
+class Counted:
+    """Mixed into an actor class: the actor can say which processes are its."""
+
+    async def processes(self) -> tuple[str, tuple[ProcessId, ...]]:
+        """This machine's id and the actor's processes, the actor first."""
+        from .transfer.rendezvous import node_id
+
+        return node_id(), tree(os.getpid())
+
+
+def tree(pid: int) -> tuple[ProcessId, ...]:
+    """``pid`` and everything below it, the root first; empty if it is gone."""
+    try:
+        root = psutil.Process(pid)
+        members = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return ()
+    found = (ProcessId.of(p.pid) for p in members)
+    return tuple(p for p in found if p is not None)
+
+
+def kill(
+    processes: Iterable[ProcessId], timeout_s: float = 2.0, first_wait_s: float = 0.0
+) -> tuple[ProcessId, ...]:
+    """SIGKILL those that still run, with all their descendants; returns who is left then.
+
+    Blocks until they are gone, at most ``timeout_s``; before that they have ``first_wait_s``
+    to go by themselves. Never kills the calling process.
+    """
+    victims: dict[int, psutil.Process] = {}
+    for known in processes:
+        process = known.find()
+        if process is None:
+            continue
+        with contextlib.suppress(psutil.Error):
+            for member in [*process.children(recursive=True), process]:
+                victims[member.pid] = member
+    victims.pop(os.getpid(), None)
+    trackers = [p for p in victims.values() if _tracks_resources(p)]
+    others = [p for p in victims.values() if p not in trackers]
+    if first_wait_s > 0:
+        _wait(others, first_wait_s)
+    for process in others:
+        with contextlib.suppress(psutil.Error):
+            process.kill()  # psutil compares start times itself
+    alive = _wait([*others, *(p for p in trackers if _parent(p) != os.getpid())], timeout_s)
+    left = (ProcessId.of(p.pid) for p in alive)
+    return tuple(p for p in left if p is not None)
+
+
+def _wait(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until all have ended; who has not. One that nobody reaped yet has ended too."""
+    deadline = time.monotonic() + timeout_s
+    waiting: dict[int, psutil.Process] = {}
+    poller = select.poll()
+    try:
+        for process in processes:
+            with contextlib.suppress(OSError):
+                fd = os.pidfd_open(process.pid)
+                waiting[fd] = process
+                poller.register(fd, select.POLLIN)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for fd, _ in poller.poll(left * 1000):
+                poller.unregister(fd)
+                os.close(fd)
+                del waiting[fd]
+        return list(waiting.values())
+    finally:
+        for fd in waiting:
+            os.close(fd)
+
+
+def free_shared_memory() -> None:
+    """Make Python's resource tracker of this process free what its dead children left, and end.
+
+    Call it when the children are gone. The tracker would do so on its own after this process,
+    but Ray kills it with its worker. Blocks until it has ended.
+    """
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.Error:
+        return None
+
+
+def _tracks_resources(process: psutil.Process) -> bool:
+    """Python's resource tracker: it ends by itself when those it serves are gone, and on its
+    way out frees the shared memory that they, killed, could not.
+    """
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def die_with_actor() -> None:
+    """End this process when the actor named in the environment ends, however it ends.
+
+    Only in processes made by :mod:`multiprocessing` (vLLM's engine core and workers), never in
+    the actor itself or in a process that merely inherited the variable. Idempotent.
+
+    A pidfd and a thread, not PR_SET_PDEATHSIG: that signal comes when the parent's *thread*
+    that forked ends, and the actor starts its engine from a short-lived one.
+    """
+    global _armed
+    actor = os.environ.get(ACTOR_ENV)
+    if _armed or actor is None or multiprocessing.parent_process() is None:
+        return
+    _armed = True
+    try:
+        fd = os.pidfd_open(int(actor))
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    def watch() -> None:
+        select.select([fd], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-actor", daemon=True).start()
+
+
+async def gone(pids: Iterable[int]) -> int:
+    """Wait until one of ``pids`` has ended; returns which. Needs pidfds (Linux)."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+    fds: list[int] = []
+
+    def notice(pid: int) -> None:
+        if not ended.done():
+            ended.set_result(pid)
+
+    try:
+        for pid in pids:
+            try:
+                fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return pid
+            fds.append(fd)
+            loop.add_reader(fd, notice, pid)
+        return await ended
+    finally:
+        for fd in fds:
+            loop.remove_reader(fd)
+            os.close(fd)

@@ -1,0 +1,178 @@
+"""The trainer's side of a weight transfer, whatever carries the bytes.
+
+A sender snapshots the trainer's weights into one flat buffer (:meth:`Sender.stage`), off the
+critical path, and later sends exactly those bytes (:meth:`Sender.send`), so the trainer may go
+on training in between. Everything here blocks: call it from a worker thread.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from orchestrator.errors import ChannelError, TransferError
+from orchestrator.types import ChannelSpec, TensorSpec, TransferBackend, TransferStats, WeightUpdate
+
+from .digest import check_tensor, digest_all
+from .layout import Layout, dtype_name, dtype_of, view
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+"""Checkpoint-format names with their tensors; tied duplicates left out."""
+
+
+class Sender(ABC):
+    """Rank 0 of a channel.
+
+    One caller at a time, except :meth:`close`, which may be called from any thread at any time.
+    """
+
+    backend: TransferBackend
+
+    def __init__(self, weights: Callable[[], NamedTensors], *, wire_dtype: str | None = None):
+        """``weights`` yields the same names, dtypes and shapes on every call.
+
+        ``wire_dtype``: declared cast of floating-point tensors on the way ("bfloat16");
+        None sends them as they are. TransferError for a dtype that is not floating point.
+        """
+        self._weights = weights
+        self._wire_dtype: torch.dtype | None = None
+        if wire_dtype is not None:
+            self._wire_dtype = dtype_of(wire_dtype)
+            if not self._wire_dtype.is_floating_point:
+                raise TransferError(f"wire dtype {wire_dtype} is not a floating-point dtype")
+        self._layout: Layout | None = None
+        self._buffer: torch.Tensor | None = None
+        self._staged = False
+
+    @property
+    def wire_dtype(self) -> str | None:
+        """The declared cast, or None."""
+        return None if self._wire_dtype is None else dtype_name(self._wire_dtype)
+
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        """What will be sent, in order. Computed once; TransferError names an unfit tensor."""
+        return tuple(slot.spec for slot in self._layout_once().slots)
+
+    def stage(self) -> dict[str, str]:
+        """Snapshot the weights as they are now; digest of each tensor's staged bytes.
+
+        The buffer is allocated on the first call and then reused. TransferError if a tensor's
+        shape or dtype is not the manifest's; the previous snapshot is gone then.
+        """
+        layout = self._layout_once()
+        buffer = self._buffer
+        if buffer is None:
+            buffer = self._buffer = self._allocate(layout.nbytes)
+        self._staged = False
+        expected = iter(layout.slots)
+        with torch.no_grad():
+            for name, tensor in self._weights():
+                slot = next(expected, None)
+                spec = self._spec(name, tensor)
+                if slot is None or slot.spec != spec:
+                    raise TransferError(
+                        f"the weights changed shape since the manifest was made: got {spec}, "
+                        f"expected {None if slot is None else slot.spec}. Open a new channel"
+                    )
+                # copy_ gathers any strides and casts to the view's dtype.
+                view(buffer, slot).copy_(tensor)
+        missing = next(expected, None)
+        if missing is not None:
+            raise TransferError(f"tensor {missing.spec.name!r} of the manifest was not yielded")
+        self._settle()
+        digests = digest_all(layout.views(buffer))
+        self._staged = True
+        return digests
+
+    def staged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views of the staged bytes in wire dtype. Do not write to them (TransferError if none)."""
+        return self._layout_once().views(self._staged_buffer())
+
+    @abstractmethod
+    def listen(self, world_size: int, timeout_s: float, host: str = "127.0.0.1") -> ChannelSpec:
+        """Open the rendezvous on ``host`` for ``world_size`` ranks; a former channel is closed.
+
+        ``host`` must be reachable by the engines: this node's address, or loopback if they all
+        are on this node. ``timeout_s`` bounds every later collective.
+        """
+
+    @abstractmethod
+    def open(self, spec: ChannelSpec) -> None:
+        """Join as rank 0 and send the known pattern. Returns when every rank has proved it.
+
+        ChannelError, saying which rank and why, if one has not.
+        """
+
+    @abstractmethod
+    def send(self, update: WeightUpdate) -> TransferStats:
+        """Send the staged bytes to every rank (TransferError; ChannelError if not open).
+
+        The seconds end when this side has handed over its last byte.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the channel; a send blocked in another thread fails at once. Idempotent."""
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """The flat staging buffer: zeroed, so that its padding is the same every time."""
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def _settle(self) -> None:  # noqa: B027 - a hook, host copies need nothing
+        """Wait until the copies of :meth:`stage` are done."""
+
+    def _spec(self, name: str, tensor: torch.Tensor) -> TensorSpec:
+        check_tensor(name, tensor)
+        dtype = tensor.dtype
+        if self._wire_dtype is not None and dtype.is_floating_point:
+            dtype = self._wire_dtype
+        return TensorSpec(
+            name, dtype_name(dtype), tuple(tensor.shape), tensor.numel() * dtype.itemsize
+        )
+
+    def _layout_once(self) -> Layout:
+        if self._layout is None:
+            layout = Layout.of([self._spec(name, tensor) for name, tensor in self._weights()])
+            if not layout.slots:
+                raise TransferError("there are no weights to send: the trainer yielded none")
+            self._layout = layout
+        return self._layout
+
+    def _staged_buffer(self) -> torch.Tensor:
+        if self._buffer is None or not self._staged:
+            raise TransferError("nothing is staged: call stage() before sending")
+        return self._buffer
+
+
+class Stopwatch:
+    """Wall-clock seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def stats(self, nbytes: int) -> TransferStats:
+        """``nbytes`` moved until now."""
+        return TransferStats(nbytes, time.perf_counter() - self._start)
+
+
+def make_sender(
+    backend: TransferBackend | str,
+    weights: Callable[[], NamedTensors],
+    *,
+    wire_dtype: str | None = None,
+) -> Sender:
+    """The sender for ``backend`` (ChannelError for one this machine cannot run)."""
+    kind = TransferBackend(backend)
+    if kind is TransferBackend.GLOO:
+        from .gloo import GlooSender
+
+        return GlooSender(weights, wire_dtype=wire_dtype)
+    if not torch.cuda.is_available():
+        raise ChannelError(f"backend {kind.value} needs a GPU and torch sees none: use gloo")
+    from . import native
+
+    cls = native.NcclSender if kind is TransferBackend.NCCL else native.IpcSender
+    return cls(weights, wire_dtype=wire_dtype)

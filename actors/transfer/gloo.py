@@ -1,0 +1,132 @@
+"""The trainer's side over gloo, and what it shares with other broadcast links."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from orchestrator.errors import ChannelError
+from orchestrator.types import ChannelSpec, TransferBackend, TransferStats, WeightUpdate
+
+from .base import NamedTensors, Sender, Stopwatch
+from .channel import Channel
+from .layout import manifest_to_wire
+from .link import GlooLink, Link, Wait
+from .rendezvous import Rendezvous, node_id, pattern, proof_keys, ready_keys
+
+BUCKET_BYTES = 32 << 20
+"""One broadcast carries at most this; receivers load a bucket while the next one travels."""
+
+
+class LinkSender(Sender):
+    """A sender over a broadcast :class:`Link`; subclasses make the link."""
+
+    def __init__(self, weights: Callable[[], NamedTensors], *, wire_dtype: str | None = None):
+        super().__init__(weights, wire_dtype=wire_dtype)
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._opened: ChannelSpec | None = None
+
+    @abstractmethod
+    def _connect(self, channel: Channel, spec: ChannelSpec) -> Link:
+        """Build the link; blocks until all ranks are there."""
+
+    def _extra(self) -> dict[str, object]:
+        """Backend-specific plain data for the receivers."""
+        return {}
+
+    def _pattern(self, nonce: str) -> torch.Tensor:
+        return pattern(nonce)
+
+    def listen(self, world_size: int, timeout_s: float, host: str = "127.0.0.1") -> ChannelSpec:
+        if world_size < 2:
+            raise ChannelError(f"world size {world_size}: a channel needs at least one worker")
+        self.close()
+        manifest = self.manifest()
+        manifest_to_wire(manifest)
+        meeting = Rendezvous.host(host, timeout_s)
+        spec = ChannelSpec(
+            backend=self.backend,
+            host=host,
+            port=meeting.port,
+            world_size=world_size,
+            nonce=secrets.token_hex(16),
+            tensors=manifest,
+            timeout_s=timeout_s,
+            extra={"node": node_id(), "wire_dtype": self.wire_dtype, **self._extra()},
+        )
+        with self._lock:
+            self._channel, self._opened = Channel(meeting), spec
+        return spec
+
+    def open(self, spec: ChannelSpec) -> None:
+        channel = self._channel
+        if channel is None or self._opened is None or self._opened.nonce != spec.nonce:
+            raise ChannelError("this channel is not the one that listens: call listen() first")
+        try:
+            channel.run(lambda: self._handshake(channel, spec))
+        except ChannelError as error:
+            channel.close(str(error))
+            raise
+
+    def _handshake(self, channel: Channel, spec: ChannelSpec) -> None:
+        meeting, world = channel.meeting, spec.world_size
+        try:
+            meeting.hear(ready_keys(world))
+        except ChannelError as error:
+            meeting.say("go", str(error))
+            raise
+        meeting.say("go")
+        channel.link = self._connect(channel, spec)
+        channel.link.broadcast(self._pattern(spec.nonce))()
+        try:
+            meeting.hear(proof_keys(world))
+        except ChannelError as error:
+            meeting.say("open", str(error))
+            raise
+        meeting.say("open")
+
+    def send(self, update: WeightUpdate) -> TransferStats:
+        buffer = self._staged_buffer()
+        channel = self._channel
+        if channel is None or channel.link is None:
+            raise ChannelError("the channel is not open: call listen() and open() first")
+        watch = Stopwatch()
+        link, layout = channel.link, self._layout_once()
+
+        def broadcast_all() -> None:
+            pending: Wait | None = None
+            for start, end in layout.buckets(BUCKET_BYTES):
+                following = link.broadcast(buffer[start:end])
+                if pending is not None:
+                    pending()
+                pending = following
+            if pending is not None:
+                pending()
+
+        try:
+            channel.run(broadcast_all)
+        except ChannelError as error:
+            # A broken group is broken for all: closing it frees ranks that still wait.
+            channel.close(str(error))
+            raise
+        return watch.stats(sum(slot.spec.nbytes for slot in layout.slots))
+
+    def close(self) -> None:
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close("the sender left")
+
+
+class GlooSender(LinkSender):
+    """Rank 0 over gloo; works on any machine."""
+
+    backend = TransferBackend.GLOO
+
+    def _connect(self, channel: Channel, spec: ChannelSpec) -> Link:
+        return GlooLink(channel.meeting, 0, spec.world_size, spec.timeout_s, spec.host)

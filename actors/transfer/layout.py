@@ -1,0 +1,150 @@
+"""Where each tensor lies in the flat buffer that travels. Pure; both sides compute the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from orchestrator.errors import ChannelError, TransferError
+from orchestrator.types import TensorSpec
+
+ALIGNMENT = 64
+"""Bytes. Every dtype's views are aligned, and so are vector loads."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name without the prefix: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Inverse of :func:`dtype_name` (ChannelError for a name torch does not know)."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ChannelError(f"unknown dtype {name!r} in the manifest: torch has no such dtype")
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Bytes ``[offset, offset + spec.nbytes)`` of the buffer hold ``spec``."""
+
+    spec: TensorSpec
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.spec.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All slots, in the manifest's order."""
+
+    slots: tuple[Slot, ...]
+    nbytes: int
+    """Size of the buffer, padding included."""
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec]) -> Layout:
+        """Lay ``specs`` out (TransferError on a doubled name)."""
+        seen: set[str] = set()
+        slots: list[Slot] = []
+        offset = 0
+        for spec in specs:
+            if spec.name in seen:
+                raise TransferError(f"tensor {spec.name!r} is in the manifest twice")
+            seen.add(spec.name)
+            slots.append(Slot(spec, offset))
+            offset += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(slots), offset)
+
+    def views(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor as a typed view into ``buffer`` (flat uint8, ``nbytes`` long)."""
+        for slot in self.slots:
+            yield slot.spec.name, view(buffer, slot)
+
+    def buckets(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Half-open byte ranges of at most ``nbytes`` that cover the buffer in order."""
+        for start in range(0, self.nbytes, nbytes):
+            yield start, min(start + nbytes, self.nbytes)
+
+
+def view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """One tensor as a typed view into ``buffer``."""
+    raw = buffer[slot.offset : slot.end]
+    return raw.view(dtype_of(slot.spec.dtype)).view(slot.spec.shape)
+
+
+def manifest_to_wire(specs: Sequence[TensorSpec]) -> list[list[object]]:
+    """Plain JSON rows ``[name, dtype, shape, nbytes]``.
+
+    ChannelError if a row does not come back from JSON as it went in: it is found out here,
+    before any receiver waits for it.
+    """
+    rows: list[list[object]] = []
+    for spec in specs:
+        row: list[object] = [spec.name, spec.dtype, list(spec.shape), spec.nbytes]
+        try:
+            back = json.loads(json.dumps(row))
+        except (TypeError, ValueError) as error:
+            raise ChannelError(f"manifest entry {row!r} is not plain data: {error}") from error
+        if back != row or spec_from_row(back) != spec:
+            raise ChannelError(
+                f"manifest entry {spec!r} changes when it is serialised (comes back as {back!r}): "
+                "use str names, int sizes and torch dtype names"
+            )
+        rows.append(row)
+    return rows
+
+
+def spec_from_row(row: Sequence[object]) -> TensorSpec:
+    """Inverse of one row of :func:`manifest_to_wire` (ChannelError if it is malformed)."""
+    try:
+        name, dtype, shape, nbytes = row
+        if not (
+            isinstance(name, str)
+            and isinstance(dtype, str)
+            and isinstance(nbytes, int)
+            and isinstance(shape, list)
+        ):
+            raise TypeError("wrong types")
+        spec = TensorSpec(name, dtype, tuple(int(n) for n in shape), nbytes)
+    except (TypeError, ValueError) as error:
+        raise ChannelError(f"malformed manifest entry {row!r}: {error}") from error
+    numel = 1
+    for n in spec.shape:
+        numel *= n
+    if numel * dtype_of(spec.dtype).itemsize != spec.nbytes or spec.nbytes == 0:
+        raise ChannelError(f"manifest entry {spec!r}: shape and dtype do not make {nbytes} bytes")
+    return spec
+
+
+def manifest_from_wire(rows: Sequence[Sequence[object]]) -> tuple[TensorSpec, ...]:
+    """Inverse of :func:`manifest_to_wire` (ChannelError for a malformed row or none at all)."""
+    if not rows:
+        raise ChannelError("the manifest is empty: the sender has nothing to send")
+    return tuple(spec_from_row(row) for row in rows)
+
+
+def rank_offsets(world_sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """First rank of each replica and the size of the group; rank 0 is the sender.
+
+    ``rank_offsets([2, 1, 4]) == ((1, 3, 4), 8)``.
+    """
+    offsets: list[int] = []
+    rank = 1
+    for size in world_sizes:
+        if size < 1:
+            raise ChannelError(f"a replica has {size} workers: it needs at least one")
+        offsets.append(rank)
+        rank += size
+    return tuple(offsets), rank
+
+
+def worker_rank(first_rank: int, workers: int, data_parallel_index: int, rank: int) -> int:
+    """Rank of one worker: ``workers`` is the worker count of one data-parallel copy."""
+    return first_rank + data_parallel_index * workers + rank

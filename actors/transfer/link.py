@@ -1,0 +1,86 @@
+"""What carries flat byte buffers from rank 0 to all others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from orchestrator.errors import ChannelError
+
+from .rendezvous import Rendezvous, c10d, is_loopback, local_address
+
+Wait = Callable[[], None]
+"""Returns when the broadcast it belongs to is complete here; ChannelError if it broke."""
+
+
+class Link(ABC):
+    """One rank's end. Not thread-safe, but :meth:`close` may come from another thread."""
+
+    @abstractmethod
+    def broadcast(self, buffer: torch.Tensor) -> Wait:
+        """Start to send ``buffer`` (rank 0) or to receive into it: flat, contiguous uint8."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave. The other ranks' pending broadcasts fail. Idempotent."""
+
+
+class GlooLink(Link):
+    """Gloo over TCP. Each broadcast ends within the group's timeout, also if a peer hangs."""
+
+    def __init__(
+        self, meeting: Rendezvous, rank: int, world_size: int, timeout_s: float, host: str
+    ) -> None:
+        """Blocks until all ``world_size`` ranks are connected (ChannelError after timeout)."""
+        own = "127.0.0.1" if is_loopback(host) else local_address(host, meeting.port)
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own)]
+        try:
+            self._group: Any = c10d.ProcessGroupGloo(
+                c10d.PrefixStore("gloo", meeting.store), rank, world_size, options
+            )
+        except RuntimeError as error:
+            raise ChannelError(
+                f"rank {rank} of {world_size} could not connect over gloo: {error}"
+            ) from error
+
+    def broadcast(self, buffer: torch.Tensor) -> Wait:
+        group = self._group
+        if group is None:
+            raise ChannelError("the gloo channel was closed")
+        options = c10d.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.asyncOp = True
+        try:
+            works = [group.broadcast([buffer], options)]
+        except RuntimeError as error:
+            raise _broken(error) from error
+
+        def wait() -> None:
+            problem: ChannelError | None = None
+            try:
+                # Popped: a traceback that kept the work alive would keep its sockets open too,
+                # and with them every peer that waits for this rank.
+                works.pop().wait()
+            except RuntimeError as error:
+                problem = _broken(error)
+            if problem is not None:
+                raise problem
+
+        return wait
+
+    def close(self) -> None:
+        # Gloo has no abort: its sockets close when the last reference goes.
+        self._group = None
+
+
+def _broken(error: RuntimeError) -> ChannelError:
+    text = str(error)
+    line = text.splitlines()[0] if text else repr(error)
+    return ChannelError(f"the gloo channel broke, a peer died, hung or left: {line}")

@@ -1,0 +1,17 @@
+"""Entry point of group ``vllm.general_plugins``: vLLM calls it in each of its processes."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Make the receivers known to vLLM and tie engine processes to their actor. Idempotent."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    from actors.processes import die_with_actor
+
+    from .names import ENGINE_NAMES
+
+    for name, cls in ENGINE_NAMES.values():
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, "actors.transfer.receiver", cls)
+    die_with_actor()

