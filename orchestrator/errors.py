@@ -117,6 +117,9 @@ class SyncBusy(MidflightError, RuntimeError):
 class ValidationFailed(MidflightError, RuntimeError):
     """A check found that the engine does not hold the weights it should."""
 
+    report: object | None = None
+    """The swap's SyncReport as far as it came, with the failed check last."""
+
 
 class StaleRollout(MidflightError, ValueError):
     """A rollout lags further behind than allowed."""

@@ -60,7 +60,8 @@ def _metavar(field: FieldInfo) -> str:
     if named:
         return ",".join(named) if get_origin(field.annotation) is tuple else "|".join(named)
     text = str(field.annotation)
-    return next((m for t, m in (("Path", "PATH"), ("int", "N"), ("float", "X")) if t in text), "NAME")
+    kinds = (("Path", "PATH"), ("int", "N"), ("float", "X"))
+    return next((metavar for kind, metavar in kinds if kind in text), "NAME")
 
 
 def _help(field: FieldInfo) -> str:
@@ -70,7 +71,8 @@ def _help(field: FieldInfo) -> str:
         return text
     if isinstance(default, tuple):
         default = ",".join(default)
-    return f"{text} (default {default:g})" if isinstance(default, float) else f"{text} (default {default})"
+    shown = f"{default:g}" if isinstance(default, float) else default
+    return f"{text} (default {shown})"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -114,7 +116,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     if rest:
         word = rest[0].split("=", 1)[0]
         if not word.startswith("-"):
-            raise ConfigError(f"unexpected argument {rest[0]!r}: settings are given as --name value")
+            raise ConfigError(f"unexpected argument {rest[0]!r}: write settings as --name value")
         known = [s for action in parser._actions for s in action.option_strings]
         raise ConfigError(f"unknown flag {word!r}: {similar(word, known)}")
     return vars(given)

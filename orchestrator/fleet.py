@@ -1,8 +1,8 @@
 """Engine replicas as one: fan-out, routing, fencing.
 
 A replica is *serving* (takes requests), or *fenced* (takes none, is never resumed). It is
-*dirty* from the moment it is told to start an update until it has finished it: a dirty
-replica holds no committed version and can only be fenced.
+*dirty* from the moment it is told to start an update until the fleet commits that version: a
+dirty replica holds no committed version and can only be fenced.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from orchestrator.errors import EngineError
 from orchestrator.protocols import Digests, Engine, FirstTokens, WeightSender
-from orchestrator.tasks import all_or_first_error, first_error, settle
+from orchestrator.tasks import all_or_first_error, first_error, settle, uninterrupted
 from orchestrator.types import (
     ChannelSpec,
     Completion,
@@ -34,7 +34,7 @@ from orchestrator.types import (
 T = TypeVar("T")
 
 CLOSE_S = 5.0
-"""Seconds for a side of the channel to close while a swap is being given up."""
+"""Seconds for a side of the channel, or for a fresh engine, to close."""
 
 
 def first_ranks(workers: Sequence[int]) -> list[int]:
@@ -85,6 +85,8 @@ class Replica:
     info: EngineInfo | None = None
     fenced: bool = False
     dirty: bool = False
+    applied: PolicyVersion | None = None
+    """Version of the last update it finished, committed or not."""
     paused: bool = False
     live: set[str] = field(default_factory=set)
     """Ids of the requests it was given and has not answered."""
@@ -134,22 +136,26 @@ class Fleet:
         replicas: Sequence[Replica] | None = None,
     ) -> list[T]:
         chosen = self.serving if replicas is None else list(replicas)
-        self._waiting = [f"{operation} of {r.name}" for r in chosen]
+        # Its own list: a wait for tokens may go on beside the fan-outs of a swap.
+        waiting = self._waiting = [f"{operation} of {r.name}" for r in chosen]
 
         async def one(replica: Replica) -> T:
             result = await call(replica)
-            self._waiting.remove(f"{operation} of {replica.name}")
+            waiting.remove(f"{operation} of {replica.name}")
             return result
 
         return await all_or_first_error([one(r) for r in chosen])
 
     # Life
 
-    async def start(self) -> list[EngineInfo]:
-        """Bring every replica up, side by side."""
+    async def start(
+        self, started: Callable[[Engine, EngineInfo], None] = lambda engine, info: None
+    ) -> list[EngineInfo]:
+        """Bring every replica up, side by side; ``started`` is told of each as it is up."""
 
         async def start(replica: Replica) -> EngineInfo:
             replica.info = await replica.engine.start()
+            started(replica.engine, replica.info)
             return replica.info
 
         return await self._fan_out("start", start)
@@ -175,8 +181,10 @@ class Fleet:
         """
         sides = [sender.close_channel(), *(r.engine.close_channel() for r in self._replicas)]
         tasks = [asyncio.ensure_future(side) for side in sides]
-        await asyncio.wait(tasks, timeout=CLOSE_S)
-        await settle(tasks)
+        try:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+        finally:
+            await settle(tasks)
 
     async def aclose(self) -> None:
         """Release every replica. The first error is raised after all were tried."""
@@ -249,9 +257,16 @@ class Fleet:
             await settle(waits)
 
     async def abort_requests(self) -> int:
-        """End every request for good, each with what it has."""
+        """End every request for good, each with what it has; returns how many.
+
+        Fenced replicas too: what they had written before the swap is theirs to hand over. One
+        that fails does not keep the others from it.
+        """
         self._ending = True
-        return sum(await self._fan_out("abort", lambda r: r.engine.abort_requests()))
+        ended = await asyncio.gather(
+            *(r.engine.abort_requests() for r in self._replicas), return_exceptions=True
+        )
+        return sum(count for count in ended if isinstance(count, int))
 
     # One swap
 
@@ -280,7 +295,8 @@ class Fleet:
         nothing else would end. Returns the receivers' statistics.
         """
         replicas = self.serving
-        self._waiting = [f"receive_update of {r.name}" for r in replicas] + ["send"]
+        parties = [*(f"receive_update of {r.name}" for r in replicas), "send"]
+        self._waiting = parties
         receives = [asyncio.create_task(r.engine.receive_update(update)) for r in replicas]
         send = asyncio.create_task(sender.send(update))
         tasks = [*receives, send]
@@ -293,29 +309,37 @@ class Fleet:
             self._waiting = []
             return [t.result() for t in receives]
         except BaseException:
-            self._waiting = [w for w, t in zip(self._waiting, tasks, strict=True) if not t.done()]
+            self._waiting = [p for p, t in zip(parties, tasks, strict=True) if not t.done()]
             raise
         finally:
             if any(not t.done() for t in tasks):
-                await self.close_channel(sender)
-                await settle(tasks)
+                # A second cancel must not leave anybody in the collective; CLOSE_S bounds it.
+                await uninterrupted(self._end_transfer(sender, tasks))
+
+    async def _end_transfer(
+        self, sender: WeightSender, tasks: Sequence[asyncio.Task[TransferStats]]
+    ) -> None:
+        await self.close_channel(sender)
+        await settle(tasks)
 
     async def finish_update(self, update: WeightUpdate) -> None:
-        """The replicas hold ``update.version`` and are clean when this returns."""
+        """The replicas hold ``update.version`` when this returns; :meth:`commit` publishes it."""
 
         async def finish(replica: Replica) -> None:
             await replica.engine.finish_update(update)
-            replica.dirty = False
+            replica.applied = update.version
 
         await self._fan_out("finish_update", finish)
 
     def commit(self, version: PolicyVersion) -> None:
-        """Publish ``version``: only when no serving replica is dirty, and only forwards."""
-        dirty = [r.name for r in self.serving if r.dirty]
-        if dirty or version <= self.version:
+        """Publish ``version``: only when every serving replica has it, and only forwards."""
+        without = [r.name for r in self.serving if r.applied != version]
+        if without or version <= self.version:
             raise EngineError(
-                ", ".join(dirty) or "fleet", f"cannot commit {version} over {self.version}"
+                ", ".join(without) or "fleet", f"cannot commit {version} over {self.version}"
             )
+        for replica in self.serving:
+            replica.dirty = False
         self.version = version
 
     async def resume(self) -> None:

@@ -57,6 +57,9 @@ class RolloutSource:
     ) -> None:
         if not prompts:
             raise ValueError("no prompts: rollouts need at least one")
+        for size in ("max_tokens", "group_size", "prompts_per_step", "max_in_flight"):
+            if getattr(options, size) < 1:
+                raise ValueError(f"{size} is {getattr(options, size)}: it must be 1 or more")
         if options.buffer_size < options.group_size * options.prompts_per_step:
             raise ValueError(
                 f"buffer_size {options.buffer_size} holds less than one batch "
@@ -69,13 +72,15 @@ class RolloutSource:
         self._on_finished = on_finished
         self._on_consumed = on_consumed
         self._slots = asyncio.Semaphore(options.max_in_flight)
-        self._credit = asyncio.Semaphore(options.buffer_size // options.group_size)
+        self._room = options.buffer_size // options.group_size
+        self._credit = asyncio.Semaphore(self._room)
         self._groups: dict[str, _Group] = {}
         self._ready: deque[list[Rollout]] = deque()
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: Exception | None = None
         self._failed = asyncio.Event()
+        self._stopped = False
         self._closed = False
         self.discarded = 0
         """Rollouts refused as too stale so far."""
@@ -119,9 +124,12 @@ class RolloutSource:
     async def _submit(self) -> None:
         for requests in self._requests():
             await self._credit.acquire()
+            self._room -= 1
             self._groups[requests[0].group] = _Group(len(requests))
             for request in requests:
                 await self._slots.acquire()
+                if self._stopped:
+                    return
                 task = asyncio.create_task(self._one(request), name=request.request_id)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -172,7 +180,7 @@ class RolloutSource:
             self._ready.extendleft(reversed(waiting))  # not handed out, so not lost
             raise
         for group in waiting:
-            self._credit.release()
+            self._give_room()
             for rollout in group:
                 self._on_consumed(rollout, True)
         return [rollout for group in waiting for rollout in group]
@@ -187,13 +195,27 @@ class RolloutSource:
             except StaleRollout:
                 pass
         self.discarded += len(group)
-        self._credit.release()
+        self._give_room()
         for rollout in group:
             self._on_consumed(rollout, False)
         return None
 
+    def _give_room(self) -> None:
+        self._room += 1
+        self._credit.release()
+
+    async def idle(self) -> None:
+        """Wait until no request runs and, for lack of room, none will before the next take."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._groups and self._room == 0)
+
+    def stop(self) -> None:
+        """Submit nothing from now on: a request that ends must not make room for another."""
+        self._stopped = True
+
     async def drain(self, seconds: float) -> None:
         """Wait for running requests to end (they were aborted); cancel what has not by then."""
+        self.stop()
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=seconds)
         await settle(set(self._tasks))

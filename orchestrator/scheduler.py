@@ -29,6 +29,7 @@ from orchestrator.errors import (
     Closed,
     ConfigError,
     EngineDied,
+    IllegalTransition,
     MidflightError,
     SyncBusy,
     TrainerDied,
@@ -60,6 +61,7 @@ from orchestrator.tasks import (
 )
 from orchestrator.types import (
     CheckResult,
+    EngineInfo,
     GenerationRequest,
     OpContext,
     Outcome,
@@ -125,6 +127,11 @@ class Orchestrator:
         self._options = validation or ValidationOptions(canary=False, fresh=False)
         self._probes = tuple(probes)
         self._observers = tuple(observers)
+        if self._options.fresh and not isinstance(trainer, Trainer):
+            raise ConfigError(
+                f"the fresh check needs a trainer that saves checkpoints; {type(trainer).__name__} "
+                "only sends weights: leave it out with validate digest"
+            )
         self._fleet = Fleet(engines)
         self._machine = SwapMachine(self._moved, clock=_clock)
         self._validator = Validator(
@@ -152,7 +159,10 @@ class Orchestrator:
         self._cancels = 0
         self._interrupted = False
         self._closing = False
+        self._left = False
+        self._releasing: asyncio.Task[None] | None = None
         self._nbytes = 0
+        self._step = 0
 
     # What is going on
 
@@ -201,7 +211,7 @@ class Orchestrator:
     # Life
 
     async def __aenter__(self) -> Self:
-        if self._host is not None:
+        if self._host is not None or self._closing:
             raise Closed("an Orchestrator is entered once; make a new one")
         self._host = asyncio.current_task()
         try:
@@ -216,26 +226,27 @@ class Orchestrator:
         return self
 
     async def _start(self) -> None:
-        await all_or_first_error(
-            [
-                self._start_engines(),
-                *([self._trainer.start()] if isinstance(self._trainer, Trainer) else []),
-            ]
-        )
+        await all_or_first_error([self._start_engines(), self._start_trainer()])
         spec = await self._fleet.open_channel(
             self._trainer, self._swap.backend, self._swap.timeouts.syncing
         )
         self._nbytes = spec.nbytes
-        for engine in self._fleet.serving:
-            self._watch(self._watch_engine(engine.engine), f"watch-{engine.name}")
-        self._watch(self._watch_trainer(), "watch-trainer")
         await self._validator.control()
         self._machine.fire(Trigger.START, Guard.CHANNEL_PROVED)
         self._watch(self._source.run(), "source")
 
     async def _start_engines(self) -> None:
-        for info in await self._fleet.start():
+        def up(engine: Engine, info: EngineInfo) -> None:
+            # Watched at once: it may die while the others take their minutes to start.
+            self._watch(self._watch_engine(engine), f"watch-{engine.name}")
             self._emit(EngineStarted(time.time(), self._op(), info))
+
+        await self._fleet.start(up)
+
+    async def _start_trainer(self) -> None:
+        if isinstance(self._trainer, Trainer):
+            await self._trainer.start()
+        self._watch(self._watch_trainer(), "watch-trainer")
 
     def _watch(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)
@@ -275,11 +286,11 @@ class Orchestrator:
 
     async def aclose(self) -> None:
         """Release everything. Idempotent; leaving the ``async with`` block calls it."""
-        await uninterrupted(self._release())
+        await uninterrupted(self._released())
 
     def interrupt(self) -> None:
         """End the run now: the host is cancelled; what requests have is kept. Idempotent."""
-        if not self._interrupted and self._host is not None:
+        if not self._interrupted and not self._left and self._host is not None:
             self._interrupted = True
             self._cancel_host()
 
@@ -287,9 +298,11 @@ class Orchestrator:
         """Release everything, then raise the error that mattered, if any."""
         assert self._host is not None
         try:
-            await uninterrupted(self._release(error))
+            await uninterrupted(self._released(error))
         except asyncio.CancelledError as late:
-            error = error or late
+            if error is None or isinstance(error, Closed):
+                error = late
+        self._left = True
         for _ in range(self._cancels):
             self._host.uncancel()
         if isinstance(error, BaseExceptionGroup):
@@ -308,11 +321,16 @@ class Orchestrator:
         if error is not None:
             raise error
 
-    async def _release(self, error: BaseException | None = None) -> None:
+    async def _released(self, error: BaseException | None = None) -> None:
+        """Release everything once; who comes second waits for it too."""
+        if self._releasing is None:
+            self._closing = True
+            self._releasing = asyncio.create_task(self._release(error), name="release")
+        await asyncio.wait([self._releasing])
+        self._releasing.result()
+
+    async def _release(self, error: BaseException | None) -> None:
         """Requests hand over what they have, then everything goes; within ``stopping``."""
-        if self._closing:
-            return
-        self._closing = True
         budget = self._swap.timeouts.stopping
         failed = self._fatal is not None or not (error is None or _is_cancel(error))
         with operation(run_id=self.run_id):
@@ -320,6 +338,7 @@ class Orchestrator:
                 self._swapping.cancel()
                 await asyncio.wait([self._swapping], timeout=budget / 8)
             if self._machine.state is not State.STARTING:
+                self._source.stop()
                 with contextlib.suppress(Exception):
                     async with asyncio.timeout(budget / 8):
                         await self._fleet.abort_requests()
@@ -341,7 +360,7 @@ class Orchestrator:
     # The job
 
     async def run(self, steps: int) -> None:
-        """Train and swap ``steps`` times; needs a :class:`Trainer`.
+        """Train and swap ``steps`` times; needs a :class:`Trainer`. A second call counts on.
 
         Returns when every step is done. Raises the first failure; the caller leaves the
         ``async with`` block with it.
@@ -352,14 +371,14 @@ class Orchestrator:
                 f"run() needs a trainer that trains; {type(trainer).__name__} only sends weights: "
                 "own the loop and call sync()"
             )
-        for step in range(1, steps + 1):
+        last = self._step + steps
+        while self._step < last:
+            self._step = step = self._step + 1
             with operation(run_id=self.run_id, step=step, state=State.GENERATING.value):
                 probes = await self._generate_and_train(trainer, step)
-                last = step == steps
                 every = self._options.fresh_every
-                await self._swap_once(
-                    step, probes, fresh=last or (every > 0 and step % every == 0), wait=True
-                )
+                fresh = step == last or (every > 0 and step % every == 0)
+                await self._swap_once(step, probes, fresh=fresh, wait=True)
 
     async def _generate_and_train(self, trainer: Trainer, step: int) -> list[asyncio.Task[Rollout]]:
         waiting = "rollouts"
@@ -413,17 +432,22 @@ class Orchestrator:
             return
         # Probes get their replica in the first turn of their tasks, before this wait starts.
         among = {p.get_name() for p in probes} or None
-        long_enough = asyncio.create_task(self._fleet.wait_for_tokens(threshold, among))
+        waits = [asyncio.create_task(self._fleet.wait_for_tokens(threshold, among))]
+        if not probes:
+            # With a full buffer no request is live, and none comes before the next batch.
+            waits.append(asyncio.create_task(self._source.idle()))
         try:
             # Probes that all end early would leave nothing to wait for.
-            while not long_enough.done() and not (probes and all(p.done() for p in probes)):
+            while not any(w.done() for w in waits) and not (
+                probes and all(p.done() for p in probes)
+            ):
                 running = [p for p in probes if not p.done()]
-                await asyncio.wait([long_enough, *running], return_when=asyncio.FIRST_COMPLETED)
-            for task in (long_enough, *probes):
+                await asyncio.wait([*waits, *running], return_when=asyncio.FIRST_COMPLETED)
+            for task in (*waits, *probes):
                 if task.done():
                     task.result()
         finally:
-            await settle([long_enough])
+            await settle(waits)
 
     # One swap
 
@@ -432,7 +456,8 @@ class Orchestrator:
 
         A second call while a swap runs waits its turn, or raises SyncBusy if not ``wait``.
         A cancel before bytes moved calls the swap off; after that the swap is finished first,
-        since half-applied weights would serve nobody. Raises SyncError or ValidationFailed.
+        since half-applied weights would serve nobody. Raises SyncError or ValidationFailed,
+        what staging failed with (no engine was touched then), or Closed.
         """
         with operation(run_id=self.run_id):
             return await self._swap_once(None, (), fresh=self._options.fresh, wait=wait)
@@ -445,11 +470,15 @@ class Orchestrator:
         fresh: bool,
         wait: bool,
     ) -> SyncReport:
-        if self._closing:
-            raise Closed("the orchestrator is closed")
+        self._refuse_when_over()
         if self._sync_lock.locked() and not wait:
             raise SyncBusy(f"a swap to version {self.version + 1} is running: wait for it")
         async with self._sync_lock:
+            self._refuse_when_over()  # it may have ended while this waited
+            if self.state is not State.GENERATING:
+                fenced = ", ".join(self._fleet.fenced)
+                why = f"{fenced} must not serve" if fenced else "enter the orchestrator first"
+                raise IllegalTransition(self.state, Trigger.PAUSE, why)
             version = PolicyVersion(self._fleet.version + 1)
             update = WeightUpdate(
                 sync_id=f"{self.run_id}-s{version}",
@@ -461,19 +490,32 @@ class Orchestrator:
                 kv_policy=self._swap.kv_policy,
             )
             with operation(sync_id=update.sync_id, version=version, step=update.step):
-                self._swapping = asyncio.create_task(
+                swap = self._swapping = asyncio.create_task(
                     self._swap_to(update, probes, fresh and self._options.fresh),
                     name=update.sync_id,
                 )
                 try:
-                    return await asyncio.shield(self._swapping)
+                    return await asyncio.shield(swap)
                 except asyncio.CancelledError:
-                    if self._interrupted or self._fatal is not None:
-                        raise  # everything is about to be released; that ends the swap too
+                    caller = asyncio.current_task()
+                    if swap.cancelled() and caller is not None and not caller.cancelling():
+                        raise Closed(f"closed during the swap to version {version}") from None
                     if self.state in (State.GENERATING, State.PAUSING):
-                        self._swapping.cancel()
-                    await settle([self._swapping], cancel=False)
+                        swap.cancel()
+                    # An impatient second cancel must not let the next swap in. When all is
+                    # over, the release ends the swap.
+                    while not (swap.done() or self._over):
+                        with contextlib.suppress(asyncio.CancelledError):
+                            await asyncio.wait([swap])
                     raise
+
+    @property
+    def _over(self) -> bool:
+        return self._closing or self._interrupted or self._fatal is not None
+
+    def _refuse_when_over(self) -> None:
+        if self._over:
+            raise Closed("no swap starts any more: the orchestrator is closed or about to be")
 
     async def _swap_to(
         self, update: WeightUpdate, probes: Sequence[asyncio.Task[Rollout]], fresh: bool

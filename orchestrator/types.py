@@ -361,6 +361,8 @@ class SyncReport:
     stall_s: StallStats
     checks: tuple[CheckResult, ...] = ()
     validate_s: float = 0.0
+    stalls: tuple[float, ...] = ()
+    """What ``stall_s`` is the distribution of, one a request that was running."""
 
     @property
     def ok(self) -> bool:

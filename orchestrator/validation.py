@@ -15,11 +15,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.errors import ConfigError
-from orchestrator.fleet import Fleet
+from orchestrator.errors import ConfigError, EngineError
+from orchestrator.fleet import CLOSE_S, Fleet
 from orchestrator.options import ValidationOptions
-from orchestrator.protocols import Digests, EngineFactory, Scorer
-from orchestrator.tasks import all_or_first_error
+from orchestrator.protocols import Digests, Engine, EngineFactory, Scorer
+from orchestrator.tasks import all_or_first_error, uninterrupted
 from orchestrator.types import (
     CheckResult,
     Completion,
@@ -156,13 +156,19 @@ class Validator:
 
     async def _difference(self, *, initial: bool = False) -> float:
         assert self._scorer is not None
-        async with asyncio.TaskGroup() as group:
-            scored = group.create_task(
-                self._scorer.reference_logprobs(self._canary, initial=initial)
-            )
-            written = group.create_task(self._fleet.prompt_logprobs(self._canary))
-        reference, engines = scored.result(), written.result()
-        return max(largest_difference(reference, got) for got in engines.values())
+        scorer = self._scorer
+
+        async def reference() -> dict[str, Logprobs]:
+            return {"trainer": await scorer.reference_logprobs(self._canary, initial=initial)}
+
+        async def engines() -> dict[str, Logprobs]:
+            return dict(await self._fleet.prompt_logprobs(self._canary))
+
+        scored, written = await all_or_first_error([reference(), engines()])
+        expected = [len(prompt) - 1 for prompt in self._canary]
+        if [len(row) for row in scored["trainer"]] != expected:
+            return float("inf")  # two sides that both say nothing would agree
+        return max(largest_difference(scored["trainer"], got) for got in written.values())
 
     async def digest(self, update: WeightUpdate, sent: Digests, nbytes: int) -> CheckResult:
         """See the module."""
@@ -224,7 +230,7 @@ class Validator:
                 ]
             )
         finally:
-            await engine.aclose()
+            await uninterrupted(_close(engine))  # a cancel must leave no process behind
         failures = [d for w, c in zip(wanted, written, strict=True) if (d := diverging(w, c))]
         passed = len(wanted) - len(failures)
         rate = passed / len(wanted)
@@ -241,6 +247,16 @@ class Validator:
                 "diverging": failures,
             },
         )
+
+
+async def _close(engine: Engine) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await engine.aclose()
+    except TimeoutError:
+        raise EngineError(
+            engine.name, f"did not close within {CLOSE_S:g} s: look for its processes"
+        ) from None
 
 
 def explain(result: CheckResult) -> str:

@@ -1,0 +1,212 @@
+"""What a run leaves behind: ``rollouts.jsonl`` while it goes on, ``summary.json`` at its end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator import events as ev
+from orchestrator.cycle import stall_stats
+from orchestrator.telemetry import schema
+from orchestrator.telemetry.jsonl import JsonLines, describe, write_atomic
+from orchestrator.telemetry.log import timestamp
+from orchestrator.telemetry.records import (
+    finite,
+    rollout_record,
+    stall_record,
+    swap_record,
+    validation_record,
+)
+from orchestrator.types import Outcome, RequestKind, Rollout, State, SyncReport
+
+HELD = 4096
+"""Consumed rollouts that may wait for their reward before they are written without one."""
+
+
+class RunRecorder:
+    """Observer that writes a run's rollouts and summary into ``run_dir``.
+
+    A rollout is written once: when it was trained on or discarded, a probe when it ends, and
+    whatever is left at the end of the run as it is then. :meth:`finish` writes the summary; the
+    event ``RunEnded`` does so too, and a later :meth:`finish` corrects it (a run may still fail
+    while it is taken down).
+    """
+
+    def __init__(self, run_dir: Path, run_id: str, steps: int = 0) -> None:
+        self.summary_path = run_dir / "summary.json"
+        self.hardware = ""
+        self.packages: dict[str, str] = {}
+        self.summary: schema.Summary | None = None
+        self._run_id, self._steps, self._started = run_id, steps, time.time()
+        self._lines = JsonLines(run_dir / "rollouts.jsonl")
+        self._open: dict[str, tuple[Rollout, bool]] = {}
+        self._written: set[str] = set()
+        self._finished: set[str] = set()
+        self._counts: Counter[str] = Counter()
+        self._tokens: Counter[int] = Counter()
+        self._cuts: dict[RequestKind, Counter[int]] = defaultdict(Counter)
+        self._stalls: list[float] = []
+        self._swaps: dict[str, SyncReport] = {}
+        self._failed: list[schema.FailedSwapRecord] = []
+        self._training: list[schema.TrainRecord] = []
+        self._seconds: dict[State, float] = defaultdict(float)
+        self._version: int | None = None
+        self._ended = False
+
+    def __call__(self, event: ev.Event) -> None:
+        match event:
+            case ev.StateChanged():
+                self._seconds[event.source] += event.seconds
+            case ev.EngineStarted(info=info):
+                self.hardware = self.hardware or info.hardware
+                self.packages = {**info.packages, **self.packages}
+            case ev.RolloutFinished():
+                self._on_finished(event.rollout)
+            case ev.RolloutConsumed():
+                self._on_consumed(event.rollout, event.accepted)
+            case ev.TrainStepDone(stats=s):
+                self._training.append(
+                    schema.TrainRecord(
+                        step=s.step,
+                        loss=finite(s.loss),
+                        reward=finite(s.reward),
+                        grad_norm=finite(s.grad_norm),
+                        tokens=s.tokens,
+                        seconds=finite(s.seconds),
+                    )
+                )
+                for rollout in event.rollouts:
+                    self._write(self._merged(rollout), "trained")
+            case ev.SwapDone():
+                self._on_swap(event.report)
+            case ev.SwapFailed():
+                self._on_failed(event)
+            case ev.RunEnded():
+                self._version = int(event.version)
+                self.finish(event.outcome, event.error)
+            case _:
+                pass
+
+    def _on_finished(self, rollout: Rollout) -> None:
+        name = rollout.request.request_id
+        if name in self._finished:
+            return
+        self._finished.add(name)
+        done = rollout.completion
+        self._stalls += [s.seconds for s in done.stalls if math.isfinite(s.seconds)]
+        for span in done.spans:
+            self._tokens[int(span.version)] += span.end - span.start
+        kind = rollout.request.kind
+        for before, after in zip(done.spans, done.spans[1:], strict=False):
+            if before.version != after.version:
+                self._cuts[kind][int(after.version)] += 1
+        self._counts["cut"] += rollout.cut
+        if kind is RequestKind.PROBE:
+            self._write(rollout, "probe")
+        elif self._ended:
+            self._write(rollout, "unused")
+        else:
+            self._open.setdefault(name, (rollout, False))
+
+    def _on_consumed(self, rollout: Rollout, accepted: bool) -> None:
+        if not accepted:
+            self._write(self._merged(rollout), "discarded")
+            return
+        name = rollout.request.request_id
+        if name in self._written:
+            return
+        self._open[name] = (self._merged(rollout), True)
+        if len(self._open) > HELD:
+            oldest = next((k for k, (_, consumed) in self._open.items() if consumed), None)
+            if oldest is not None:
+                self._write(self._open[oldest][0], "consumed")
+
+    def _merged(self, rollout: Rollout) -> Rollout:
+        known = self._open.get(rollout.request.request_id)
+        if known is None:
+            return rollout
+        reward = known[0].reward if rollout.reward is None else rollout.reward
+        staleness = known[0].staleness if rollout.staleness is None else rollout.staleness
+        return replace(rollout, reward=reward, staleness=staleness)
+
+    def _on_swap(self, report: SyncReport) -> None:
+        self._swaps[report.update.sync_id] = report
+        self._version = int(report.update.version)
+
+    def _on_failed(self, event: ev.SwapFailed) -> None:
+        report = getattr(event.error, "report", None)
+        if isinstance(report, SyncReport):
+            self._on_swap(report)
+        self._failed.append(
+            schema.FailedSwapRecord(
+                step=event.op.step,
+                sync_id=event.op.sync_id,
+                version=event.op.version,
+                state=getattr(event.error, "phase", None) or event.op.state,
+                error=describe(event.error),
+                fenced=list(event.fenced),
+            )
+        )
+
+    def _write(self, rollout: Rollout, status: schema.RolloutStatus) -> None:
+        name = rollout.request.request_id
+        self._open.pop(name, None)
+        if name in self._written:
+            return
+        self._written.add(name)
+        self._counts[status] += 1
+        self._lines.write(rollout_record(rollout, status).model_dump(mode="json"))
+
+    def finish(self, outcome: Outcome, error: BaseException | None = None) -> schema.Summary:
+        """Write what is left and the summary (OSError if the disk refuses it)."""
+        self._ended = True
+        for rollout, consumed in list(self._open.values()):
+            self._write(rollout, "consumed" if consumed else "unused")
+        self.summary = self._summarize(outcome, error)
+        write_atomic(self.summary_path, self.summary.model_dump_json(indent=2) + "\n")
+        return self.summary
+
+    def close(self) -> None:
+        """Flush ``rollouts.jsonl`` to disk. Idempotent."""
+        self._lines.close()
+
+    def _summarize(self, outcome: Outcome, error: BaseException | None) -> schema.Summary:
+        ended, count = time.time(), self._counts
+        probes, rollouts = self._cuts[RequestKind.PROBE], self._cuts[RequestKind.ROLLOUT]
+        return schema.Summary(
+            run_id=self._run_id,
+            outcome=outcome,
+            error=None if error is None else describe(error),
+            error_type=None if error is None else type(error).__name__,
+            started_at=timestamp(self._started),
+            ended_at=timestamp(ended),
+            duration_s=round(ended - self._started, 3),
+            hardware=self.hardware,
+            packages=self.packages,
+            steps=self._steps or len(self._training),
+            steps_done=len(self._training),
+            final_version=self._version,
+            reward=[t.reward for t in self._training],
+            training=self._training,
+            swaps=[
+                swap_record(r, probes[int(r.update.version)], rollouts[int(r.update.version)])
+                for r in self._swaps.values()
+            ],
+            failed_swaps=self._failed,
+            stall_s=stall_record(stall_stats(self._stalls)),
+            validation=validation_record(list(self._swaps.values())),
+            tokens={str(v): n for v, n in sorted(self._tokens.items())},
+            rollouts=schema.RolloutCounts(
+                finished=len(self._finished),
+                trained=count["trained"],
+                consumed=count["consumed"],
+                discarded=count["discarded"],
+                unused=count["unused"],
+                probes=count["probe"],
+                cut=count["cut"],
+            ),
+            state_seconds={s: round(t, 6) for s, t in self._seconds.items()},
+        )
