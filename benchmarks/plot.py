@@ -1,0 +1,58 @@
+"""One picture of a sync_latency result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+PHASES = ("quiesce", "transfer", "finalize", "resume", "first_token")
+_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860")
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Left: stall of every request, by method. Right: where the time of a swap goes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    methods = [m for m in result["methods"] if m["samples"]]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    for at, method in enumerate(methods):
+        stalls = sorted(max(s, 1e-4) * 1e3 for x in method["samples"] for s in x["stalls"])
+        if not stalls:
+            continue
+        left.plot(
+            stalls,
+            [(i + 1) / len(stalls) for i in range(len(stalls))],
+            drawstyle="steps-post",
+            linewidth=2,
+            color=_COLOURS[at % len(_COLOURS)],
+            label=f"{method['name']} (p50 {method['stall_s']['p50'] * 1e3:.1f} ms)",
+        )
+    ceiling = result["ceiling"]["broadcast"]["p50_s"] * 1e3
+    left.axvline(ceiling, color="#c44e52", linestyle="--", label=f"raw broadcast {ceiling:.1f} ms")
+    left.set_xscale("log")
+    left.set_xlabel("stall of a request, ms")
+    left.set_ylabel("share of requests")
+    left.set_ylim(0, 1.02)
+    left.grid(True, which="major", alpha=0.3)
+    left.legend(loc="upper left", fontsize=8)
+
+    names = [m["name"] for m in methods]
+    base = [0.0] * len(methods)
+    for phase, colour in zip(PHASES, _COLOURS, strict=True):
+        values = [(m["phases"][phase]["p50"] or 0.0) * 1e3 for m in methods]
+        right.barh(names, values, left=base, color=colour, label=phase.replace("_", " "))
+        base = [b + v for b, v in zip(base, values, strict=True)]
+    right.invert_yaxis()
+    right.set_xscale("symlog", linthresh=100)
+    right.set_xlabel("time of a swap by phase, p50, ms")
+    right.legend(loc="lower right", fontsize=8)
+    figure.suptitle(
+        f"{result['model']}, {result['bytes'] / 1e6:.1f} MB over {result['backend']}, "
+        f"{result['requests']} requests on {result['hardware']}",
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
