@@ -233,6 +233,7 @@ class EngineActor:
                     Rendezvous.join,
                     spec.host,
                     spec.port,
+                    spec.nonce,
                     spec.timeout_s,
                     str(spec.extra.get("node", "")),
                 )
@@ -367,7 +368,7 @@ class EngineActor:
         workers = vllm_compat.model_facts(llm)["workers"]
         answers: dict[int, dict[str, str]] = {}
         for rank in range(first_rank, first_rank + workers):
-            text = await self._or_death(asyncio.to_thread(meeting.get, f"{key}/{rank}"))
+            text = await self._or_death(asyncio.to_thread(meeting.take, f"{key}/{rank}"))
             answer = json.loads(text)
             if "error" in answer:
                 raise TransferError(f"rank {rank} could not digest: {answer['error']}")

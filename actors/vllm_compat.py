@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -330,8 +330,8 @@ def end_reload(model: torch.nn.Module, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
 
 
-def incomplete_parameters(model: torch.nn.Module) -> Iterator[str]:
-    """Parameters of layers that have not got all their elements yet.
+def incomplete_parameters(model: torch.nn.Module, tied: Collection[str] = ()) -> Iterator[str]:
+    """Parameters of layers that have not got all their elements yet, those in ``tied`` aside.
 
     A fused layer counts as loaded by name when one of its parts was, so elements are counted.
     """
@@ -340,7 +340,11 @@ def incomplete_parameters(model: torch.nn.Module) -> Iterator[str]:
 
     names = {module: name for name, module in model.named_modules()}
     for layer, info in _open_layers(model).items():
-        own = {n: p for n, p in layer._parameters.items() if p is not None}
+        own = {
+            n: p
+            for n, p in layer._parameters.items()
+            if p is not None and f"{names[layer]}.{n}" not in tied
+        }
         if not own or is_deferred_attention_layer(layer):
             continue
         if isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0:
@@ -349,6 +353,33 @@ def incomplete_parameters(model: torch.nn.Module) -> Iterator[str]:
         if info.load_numel < wanted:
             for name in own:
                 yield f"{names[layer]}.{name} ({info.load_numel} of {wanted} elements)"
+
+
+def tied_parameters(model: torch.nn.Module) -> dict[str, str]:
+    """Names of parameters that are another one under a second name -> that one's name.
+
+    Ask before :func:`begin_reload`: it replaces both by separate placeholders.
+    """
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            tied[name] = known
+    return tied
+
+
+def refresh_tied(model: torch.nn.Module, tied: Mapping[str, str]) -> None:
+    """After :func:`end_reload`: make what was derived from a tied weight follow it.
+
+    The storage is shared and holds the new values, but the CPU's packed copy for the tied
+    layer's own GEMM is still the old one (vLLM: "Failed to load weights", vllm#51665).
+    """
+    for name in tied:
+        layer = model.get_submodule(name.rpartition(".")[0])
+        quant_method = getattr(layer, "quant_method", None)
+        if quant_method is not None:
+            quant_method.process_weights_after_loading(layer)
 
 
 def _open_layers(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:

@@ -1,8 +1,8 @@
 """One side of an open channel: its rendezvous, its link, and how it ends.
 
 When any member leaves, or the sender's process dies, every member's pending operation fails at
-once with the reason: each watches the key ``closed`` of the channel's store on a connection of
-its own, and waits for the link on a thread that can be left behind.
+once with the reason: each watches the channel's store, and waits for its link on a thread that
+can be left behind.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from concurrent.futures import Future, InvalidStateError
 
 from orchestrator.errors import ChannelError
 
-from .link import Link, Wait
+from .link import BrokenLink, Link, Wait
 from .rendezvous import Rendezvous
+
+_WORDS_S = 0.5
+"""How long a member whose link broke waits to be told why."""
 
 
 class Channel:
@@ -23,11 +26,8 @@ class Channel:
     def __init__(self, meeting: Rendezvous) -> None:
         self.meeting = meeting
         self.link: Link | None = None
-        self._telling = meeting.second()
         self._closed: Future[str] = Future()
-        threading.Thread(
-            target=self._watch, args=(meeting.second(),), name="channel-watch", daemon=True
-        ).start()
+        threading.Thread(target=self._watch, name="channel-watch", daemon=True).start()
 
     @property
     def closed(self) -> str | None:
@@ -45,25 +45,23 @@ class Channel:
         def work() -> None:
             try:
                 wait()
+            except BrokenLink as error:
+                with contextlib.suppress(TimeoutError):
+                    _settle(done, _closed(self._closed.result(_WORDS_S)))
+                _settle(done, error)
             except BaseException as error:
-                reason = self._telling.why_closed()
-                _fail(done, error if reason is None else _closed(reason))
+                _settle(done, error)
             else:
-                with contextlib.suppress(InvalidStateError):
-                    done.set_result(None)
-
-        def stop(closed: Future[str]) -> None:
-            _fail(done, _closed(closed.result()))
+                _settle(done)
 
         threading.Thread(target=work, name="channel-wait", daemon=True).start()
-        self._closed.add_done_callback(stop)
+        self._closed.add_done_callback(lambda closed: _settle(done, _closed(closed.result())))
         done.result()
 
     def close(self, reason: str) -> None:
         """Leave, and let the other members know why. Idempotent, from any thread."""
         # Words first: a peer whose link breaks looks for them.
-        with contextlib.suppress(ChannelError):  # nobody is left to be told
-            self._telling.say("closed", reason)
+        self.meeting.close(reason)
         self._end(reason)
 
     def _end(self, reason: str) -> None:
@@ -72,14 +70,17 @@ class Channel:
         if self.link is not None:
             self.link.close()
 
-    def _watch(self, meeting: Rendezvous) -> None:
-        self._end(meeting.closed())
+    def _watch(self) -> None:
+        self._end(self.meeting.closed())
 
 
 def _closed(reason: str) -> ChannelError:
     return ChannelError(f"the channel was closed: {reason}")
 
 
-def _fail(future: Future[None], error: BaseException) -> None:
+def _settle(future: Future[None], error: BaseException | None = None) -> None:
     with contextlib.suppress(InvalidStateError):
-        future.set_exception(error)
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)

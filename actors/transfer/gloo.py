@@ -48,13 +48,14 @@ class LinkSender(Sender):
         self.close()
         manifest = self.manifest()
         manifest_to_wire(manifest)
-        meeting = Rendezvous.host(host, timeout_s)
+        nonce = secrets.token_hex(16)
+        meeting = Rendezvous.host(host, nonce, timeout_s)
         spec = ChannelSpec(
             backend=self.backend,
             host=host,
             port=meeting.port,
             world_size=world_size,
-            nonce=secrets.token_hex(16),
+            nonce=nonce,
             tensors=manifest,
             timeout_s=timeout_s,
             extra={"node": node_id(), "wire_dtype": self.wire_dtype, **self._extra()},
@@ -95,6 +96,8 @@ class LinkSender(Sender):
         channel = self._channel
         if channel is None or channel.link is None:
             raise ChannelError("the channel is not open: call listen() and open() first")
+        if channel.closed is not None:
+            raise ChannelError(f"the channel was closed: {channel.closed}")
         watch = Stopwatch()
         link, layout = channel.link, self._layout_once()
 

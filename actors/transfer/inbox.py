@@ -79,7 +79,11 @@ class Inbox:
         asked = invitation
         self.channel = Channel(
             Rendezvous.join(
-                asked.host, asked.port, asked.timeout_s, str(asked.extra.get("node", ""))
+                asked.host,
+                asked.port,
+                asked.nonce,
+                asked.timeout_s,
+                str(asked.extra.get("node", "")),
             )
         )
         try:
@@ -171,13 +175,13 @@ class Inbox:
             meeting.say(f"ready/{rank}", str(error))
             raise
         meeting.say(f"ready/{rank}")
-        meeting.hear(["go"])
+        meeting.hear(["go"], patience=2)
         self.channel.link = self.connect()
         problem = self._prove()
         meeting.say(f"proof/{rank}", problem)
         if problem is not None:
             raise ChannelError(problem)
-        meeting.hear(["open"])
+        meeting.hear(["open"], patience=2)
 
     def _check(self, accept: Accept) -> None:
         world, first = self.invitation.world_size, self.invitation.first_rank

@@ -8,10 +8,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 
 from orchestrator.errors import ChannelError
 
-from .rendezvous import Rendezvous, c10d, is_loopback, local_address
+from .rendezvous import Rendezvous, is_loopback, local_address
+from .store import TorchStore
+
+c10d: Any = torch.distributed
+"""Its groups are not in torch's type stubs."""
 
 Wait = Callable[[], None]
 """Returns when the broadcast it belongs to is complete here; ChannelError if it broke."""
@@ -40,10 +45,9 @@ class GlooLink(Link):
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own)]
+        self._store = TorchStore(meeting.client)  # the group does not keep it alive
         try:
-            self._group: Any = c10d.ProcessGroupGloo(
-                c10d.PrefixStore("gloo", meeting.store), rank, world_size, options
-            )
+            self._group: Any = c10d.ProcessGroupGloo(self._store, rank, world_size, options)
         except RuntimeError as error:
             raise ChannelError(
                 f"rank {rank} of {world_size} could not connect over gloo: {error}"
@@ -63,7 +67,7 @@ class GlooLink(Link):
             raise _broken(error) from error
 
         def wait() -> None:
-            problem: ChannelError | None = None
+            problem: BrokenLink | None = None
             try:
                 # Popped: a traceback that kept the work alive would keep its sockets open too,
                 # and with them every peer that waits for this rank.
@@ -80,7 +84,11 @@ class GlooLink(Link):
         self._group = None
 
 
-def _broken(error: RuntimeError) -> ChannelError:
+class BrokenLink(ChannelError):
+    """The link failed under an operation; why is better known to the peer that left."""
+
+
+def _broken(error: RuntimeError) -> BrokenLink:
     text = str(error)
     line = text.splitlines()[0] if text else repr(error)
-    return ChannelError(f"the gloo channel broke, a peer died, hung or left: {line}")
+    return BrokenLink(f"the gloo channel broke, a peer died, hung or left: {line}")

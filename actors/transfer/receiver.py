@@ -58,6 +58,7 @@ class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         super().__init__(*args)
         self._inbox: Inbox | None = None
         self._expected: set[str] = set()
+        self._tied: dict[str, str] = {}
         self._reloading = False
         self._loaded = False
         self._current = ""
@@ -85,9 +86,11 @@ class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
     def start_weight_update(self) -> None:
         """Begin layerwise reload. A former, failed update is forgotten first."""
         self._opened().finish_digest()
+        if not self._reloading:
+            self._tied = vllm_compat.tied_parameters(self.model)
         vllm_compat.begin_reload(self.model, self.model_config, interrupted=self._reloading)
         self._reloading, self._loaded = True, False
-        self._expected = {name for name, _ in self.model.named_parameters()}
+        self._expected = {name for name, _ in self.model.named_parameters()} - set(self._tied)
 
     @wire_errors
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -125,6 +128,7 @@ class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
                 "the update did not arrive whole: only a complete new one makes the weights usable"
             )
         vllm_compat.end_reload(self.model, self.model_config)
+        vllm_compat.refresh_tied(self.model, self._tied)
         self._reloading = self._loaded = False
 
     def shutdown(self) -> None:
@@ -156,7 +160,7 @@ class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
     def _receive(self, inbox: Inbox) -> None:
         with vllm_compat.loading_context():
             loaded = self.model.load_weights(self._noted(inbox))
-        missing = set(vllm_compat.incomplete_parameters(self.model))
+        missing = set(vllm_compat.incomplete_parameters(self.model, self._tied))
         if loaded is not None:
             missing |= self._expected - set(loaded)
         if missing:
