@@ -1,0 +1,90 @@
+"""The command's own flow with one more observer, as a program for tests to start.
+
+    python -m tests.integration.drive --kill engine_core@PAUSING -- --steps 3 ...
+    python -m tests.integration.drive --interrupt GENERATING:2 -- --steps 3 ...
+
+The observer acts in the very transition into a state, so no test has to hit a state that
+lasts three milliseconds from outside. ``STATE:N`` means the N-th time it is entered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+
+import psutil
+
+from actors import assembly
+from orchestrator.cli import main as product
+from orchestrator.events import EngineStarted, Event, StateChanged
+from orchestrator.flags import parse
+from orchestrator.runner import make_run_dir, new_run_id, run, write_config
+from orchestrator.sources import load
+
+
+class Saboteur:
+    """Kills or interrupts on entry into a state."""
+
+    def __init__(self, kill: str, interrupt: str) -> None:
+        self._victim, _, state = kill.partition("@") if kill else ("", "", interrupt)
+        self._state, _, nth = state.partition(":")
+        self._left = int(nth or 1)
+        self._engine: tuple[int, ...] = ()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, EngineStarted):
+            self._engine = event.info.pids
+        elif isinstance(event, StateChanged) and event.target.value == self._state:
+            self._left -= 1
+            if self._left == 0:
+                print(f"sabotage in {self._state}", flush=True)
+                if self._victim:
+                    os.kill(self._pid(), signal.SIGKILL)
+                else:
+                    os.killpg(os.getpgid(0), signal.SIGINT)  # as a terminal does it
+
+    def _pid(self) -> int:
+        if self._victim == "engine_actor":
+            return self._engine[0]
+        if self._victim == "engine_core":
+            return self._named("EngineCore", psutil.Process(self._engine[0]))
+        return self._named("TrainerActor", psutil.Process())
+
+    def _named(self, word: str, root: psutil.Process) -> int:
+        for child in root.children(recursive=True):
+            if any(word in part for part in child.cmdline()):
+                return child.pid
+        raise LookupError(f"no process of {root} has {word} in its name")
+
+
+def main() -> int:
+    """Exit code of the run."""
+    at = sys.argv.index("--")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kill", default="")
+    parser.add_argument("--interrupt", default="")
+    ours = parser.parse_args(sys.argv[1:at])
+    if not ours.kill and not ours.interrupt:
+        return product(sys.argv[at + 1 :])
+    settings = load(parse(sys.argv[at + 1 :]), None)
+    prepared = assembly.preflight(settings)
+    run_id = new_run_id()
+    folder = make_run_dir(settings, run_id)
+    write_config(settings, prepared, folder)
+    return asyncio.run(
+        run(
+            settings,
+            prepared,
+            assembly.assemble,
+            run_dir=folder,
+            run_id=run_id,
+            observers=[Saboteur(ours.kill, ours.interrupt)],
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Faults in a real engine's receiver. Active where this folder is on PYTHONPATH.
+
+A fault is set in the environment of the engine's processes, or, for engines that are already
+running, as lines ``NAME=value`` in the file named by ``MIDFLIGHT_TEST_FAULT_FILE``, which is
+read at each use:
+
+- ``MIDFLIGHT_TEST_FLIP_BIT=tensor.name``: one bit of that tensor arrives wrong.
+- ``MIDFLIGHT_TEST_FAIL_TENSOR=tensor.name``: loading that tensor raises.
+- ``MIDFLIGHT_TEST_DROP_TENSOR=tensor.name``: that tensor is received and not loaded.
+- ``MIDFLIGHT_TEST_BAD_PATTERN=1``: one bit of the known pattern arrives wrong.
+- ``MIDFLIGHT_TEST_KILL_WORKER=tensor.name``: the worker is SIGKILLed while loading it.
+- ``MIDFLIGHT_TEST_KILL_CORE=tensor.name``: its parent, the engine core, is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def fault(name: str) -> str:
+    """The fault's value; empty when it is not set."""
+    key = f"MIDFLIGHT_TEST_{name}"
+    file = os.environ.get("MIDFLIGHT_TEST_FAULT_FILE")
+    if file and Path(file).exists():
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(f"{key}="):
+                return line.split("=", 1)[1]
+    return os.environ.get(key, "")
+
+
+def faulty_receiver() -> type[Any]:
+    """The product's receiver with faults in what it receives."""
+    import torch
+
+    from actors.transfer.inbox import Inbox
+    from actors.transfer.receiver import GlooReceiver
+
+    class FaultyInbox(Inbox):
+        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in super().tensors():
+                if name == fault("FLIP_BIT"):
+                    tensor.view(torch.uint8).view(-1)[0] ^= 1
+                if name == fault("FAIL_TENSOR"):
+                    raise RuntimeError(f"injected fault at {name}")
+                if name == fault("KILL_WORKER"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if name == fault("KILL_CORE"):
+                    os.kill(os.getppid(), signal.SIGKILL)
+                if name != fault("DROP_TENSOR"):
+                    yield name, tensor
+
+        def receive_pattern(self) -> torch.Tensor:
+            arrived = super().receive_pattern()
+            if fault("BAD_PATTERN"):
+                arrived[12345] ^= 1
+            return arrived
+
+    class FaultyReceiver(GlooReceiver):
+        inbox_cls = FaultyInbox
+
+    return FaultyReceiver
+
+
+def register() -> None:
+    """Put the faulty receiver in the place of the product's."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    from actors.transfer.plugin import register as register_product
+
+    register_product()
+    WeightTransferEngineFactory._registry["gloo"] = faulty_receiver
