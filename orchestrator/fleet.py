@@ -136,7 +136,6 @@ class Fleet:
         replicas: Sequence[Replica] | None = None,
     ) -> list[T]:
         chosen = self.serving if replicas is None else list(replicas)
-        # Its own list: a wait for tokens may go on beside the fan-outs of a swap.
         waiting = self._waiting = [f"{operation} of {r.name}" for r in chosen]
 
         async def one(replica: Replica) -> T:
@@ -226,29 +225,33 @@ class Fleet:
                 seed=None if request.seed is None else request.seed + len(done.token_ids) + 1,
             )
 
-    def _route(self) -> Replica:
+    def _must_serve(self) -> list[Replica]:
         serving = self.serving
         if not serving:
             raise EngineError(
                 ", ".join(r.name for r in self._replicas), "no replica serves; all are fenced"
             )
-        return min(serving, key=lambda r: len(r.live))
+        return serving
+
+    def _route(self) -> Replica:
+        return min(self._must_serve(), key=lambda r: len(r.live))
 
     async def wait_for_tokens(self, threshold: int, among: Collection[str] | None = None) -> None:
         """Wait until a live request has ``threshold`` tokens.
 
         With ``among`` (request ids): one of them on every replica that runs any of them.
         """
+        serving = self._must_serve()
         if among is not None:
+            # Not a fan-out: it goes on beside those of a swap, whose deadlines name who is missing.
             wanted = frozenset(among)
-            await self._fan_out(
-                "wait_for_tokens",
-                lambda r: r.engine.wait_for_tokens(threshold, wanted & r.live),
-                [r for r in self.serving if wanted & r.live],
+            await all_or_first_error(
+                r.engine.wait_for_tokens(threshold, wanted & r.live)
+                for r in serving
+                if wanted & r.live
             )
             return
-        waits = [asyncio.create_task(r.engine.wait_for_tokens(threshold)) for r in self.serving]
-        self._waiting = ["a live request"]
+        waits = [asyncio.create_task(r.engine.wait_for_tokens(threshold)) for r in serving]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

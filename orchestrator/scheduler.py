@@ -507,6 +507,8 @@ class Orchestrator:
                     while not (swap.done() or self._over):
                         with contextlib.suppress(asyncio.CancelledError):
                             await asyncio.wait([swap])
+                    if swap.done() and not swap.cancelled():
+                        swap.exception()  # retrieved: SwapFailed has told it
                     raise
 
     @property

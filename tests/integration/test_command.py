@@ -85,9 +85,7 @@ def test_a_flipped_bit_names_the_tensor_and_ends_the_run(tmp_path: Path) -> None
     ],
 )
 def test_a_killed_process_ends_the_run_within_ten_seconds(tmp_path: Path, kill: str) -> None:
-    ended = command(
-        "-m tests.integration.drive", ["--kill", kill, "--", *QUICK], tmp_path / "run"
-    )
+    ended = command("-m tests.integration.drive", ["--kill", kill, "--", *QUICK], tmp_path / "run")
     assert ended.code == 1, ended.stderr
     assert ended.after_sabotage is not None and ended.after_sabotage < 10
     assert ended.left == ()

@@ -1,0 +1,214 @@
+"""A controller over fakes, everything it said, and what must be true when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from orchestrator import (
+    Event,
+    GenerationOptions,
+    Orchestrator,
+    PhaseTimeouts,
+    PolicyVersion,
+    Prompt,
+    RolloutFinished,
+    RunEnded,
+    SwapFailed,
+    SwapOptions,
+    ValidationOptions,
+)
+from orchestrator.testing import FakeEngine, FakeTrainer, FakeWorld, fake_engine_factory
+
+E = TypeVar("E", bound=Event)
+T = TypeVar("T")
+
+PROMPTS = tuple(Prompt((i + 1, i + 2, i + 3), f"prompt {i}") for i in range(4))
+SWAP = SwapOptions(
+    pause_after_tokens=3,
+    timeouts=PhaseTimeouts(
+        starting=50, generating=40, pausing=3, syncing=12, resuming=6, validating=20, stopping=8
+    ),
+)
+GENERATION = GenerationOptions(
+    max_tokens=8, group_size=2, prompts_per_step=2, max_in_flight=4, buffer_size=8, probe_tokens=12
+)
+ALL = ValidationOptions(digest=True, canary=True, fresh=True)
+DIGEST = ValidationOptions(digest=True, canary=False, fresh=False)
+
+
+class WatchedEngine(FakeEngine):
+    """A fake engine that notes when it is to serve a version that was never published."""
+
+    published: Callable[[], PolicyVersion]
+    broken: list[str]
+
+    async def resume(self) -> None:
+        """As in the base."""
+        if self.death is None and self.version != self.published():
+            self.broken.append(
+                f"{self.name} resumed with {self.version}, published is {self.published()}"
+            )
+        await super().resume()
+
+
+@dataclass
+class Rig:
+    """One controller over one world."""
+
+    world: FakeWorld
+    trainer: FakeTrainer
+    engines: list[WatchedEngine]
+    events: list[Event] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    """Invariants that did not hold at the moment of an event."""
+    versions: list[PolicyVersion] = field(default_factory=list)
+    cancels: int = 0
+    """How often the test cancelled or interrupted the host."""
+    fenced_at: dict[str, int] = field(default_factory=dict)
+    """Sequence number of the world at which an engine was first said to be fenced."""
+    orchestrator: Orchestrator = field(init=False)
+
+    def of(self, kind: type[E]) -> list[E]:
+        """Events of one kind, in order."""
+        return [e for e in self.events if isinstance(e, kind)]
+
+    @property
+    def ended(self) -> RunEnded:
+        """The one and last event of the run."""
+        assert len(self.of(RunEnded)) == 1, f"{len(self.of(RunEnded))} RunEnded events"
+        last = self.events[-1]
+        assert isinstance(last, RunEnded), f"{last} came after RunEnded"
+        return last
+
+    def observe(self, event: Event) -> None:
+        """Records, and checks what must hold at this very moment."""
+        version = self.orchestrator.version
+        self.events.append(event)
+        self.versions.append(version)
+        match event:
+            case RolloutFinished(rollout=rollout):
+                if rollout.completion.spans and rollout.max_version > version:
+                    self.broken.append(f"{rollout.request.request_id} has uncommitted tokens")
+                covered = [i for s in rollout.completion.spans for i in range(s.start, s.end)]
+                if covered != list(range(len(rollout.completion.token_ids))):
+                    self.broken.append(f"spans of {rollout.request.request_id} do not cover it")
+                if len(rollout.completion.token_ids) > rollout.request.max_tokens:
+                    self.broken.append(f"{rollout.request.request_id} outran its budget")
+            case SwapFailed(fenced=fenced):
+                for name in fenced:
+                    self.fenced_at.setdefault(name, self.world.tick())
+                for engine in self.engines:
+                    if engine.death is None and engine.paused and engine.name not in fenced:
+                        self.broken.append(f"{engine.name} was left paused and not fenced")
+                    if engine.half_applied and engine.name not in fenced:
+                        self.broken.append(f"{engine.name} is half-applied and not fenced")
+
+    def assert_invariants(self) -> None:
+        """What holds after any run, however it ended, once the block was left."""
+        assert self.broken == []
+        assert self.world.violations == []
+        assert self.versions == sorted(self.versions), "the version went backwards"
+        running = [str(c) for c in self.world.running()]
+        assert running == [], f"calls that never ended: {running}"
+        finished = [e.rollout.request.request_id for e in self.of(RolloutFinished)]
+        assert len(finished) == len(set(finished)), "a rollout was delivered twice"
+        for name, fenced_at in self.fenced_at.items():
+            late = [c for c in self.world.calls("generate", name) if c.seq > fenced_at]
+            assert late == [], f"{name} was given requests after it was fenced"
+        for call in self.world.calls("resume"):
+            mixed = [
+                c
+                for c in self.world.calls("start_update", call.actor)
+                if c.seq < call.seq and not self._whole_between(call.actor, c.seq, call.seq)
+            ]
+            assert mixed == [], f"{call} after {mixed[-1]} without a whole update"
+        assert self.trainer.death is not None, "the trainer was not released"
+        for engine in self.engines:
+            assert engine.death is not None, f"{engine.name} was not released"
+            assert (engine.live_requests, engine.held_requests) == (0, 0)
+        assert self.ended
+
+    def _whole_between(self, engine: str, start: int, end: int) -> bool:
+        return any(start < c.seq < end and c.ok for c in self.world.calls("finish_update", engine))
+
+
+def make_rig(
+    world: FakeWorld | None = None,
+    engines: int = 1,
+    *,
+    swap: SwapOptions = SWAP,
+    generation: GenerationOptions = GENERATION,
+    validation: ValidationOptions = ALL,
+    probes: Sequence[Prompt] = PROMPTS[:2],
+    prompts: Sequence[Prompt] = PROMPTS,
+    train_seconds: float = 0.1,
+    observers: Sequence[Callable[[Event], None]] = (),
+    **engine_options: Any,
+) -> Rig:
+    """A rig of ``engines`` replicas that has not been entered yet."""
+    world = world or FakeWorld()
+    trainer = FakeTrainer(world, train_seconds=train_seconds)
+    replicas = [WatchedEngine(f"engine-{i}", world, **engine_options) for i in range(engines)]
+    rig = Rig(world, trainer, replicas)
+    for replica in replicas:
+        replica.published, replica.broken = lambda: rig.orchestrator.version, rig.broken
+    rig.orchestrator = Orchestrator(
+        replicas,
+        trainer,
+        prompts=prompts,
+        probes=probes,
+        swap=swap,
+        generation=generation,
+        validation=validation,
+        engine_factory=fake_engine_factory(trainer),
+        observers=[rig.observe, *observers],
+        run_id="run",
+    )
+    return rig
+
+
+async def drive(rig: Rig, steps: int = 1) -> BaseException | None:
+    """The whole job in a task of its own; returns what it ended with."""
+
+    async def job() -> None:
+        async with rig.orchestrator as o:
+            await o.run(steps)
+
+    (result,) = await asyncio.gather(asyncio.create_task(job()), return_exceptions=True)
+    return result
+
+
+@types.coroutine
+def _stepped(
+    coroutine: Coroutine[Any, Any, T], at: int, act: Callable[[], object]
+) -> Generator[Any, Any, T]:
+    inner = coroutine.__await__()
+    step = 0
+    try:
+        waits_for = inner.send(None)
+        while True:
+            step += 1
+            if step == at:
+                act()
+            try:
+                value = yield waits_for
+            except BaseException as error:
+                waits_for = inner.throw(error)
+            else:
+                waits_for = inner.send(value)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+
+
+async def at_suspension(coroutine: Coroutine[Any, Any, T], at: int, act: Callable[[], object]) -> T:
+    """Run ``coroutine``; call ``act`` when it suspends for the ``at``-th time (from 1)."""
+    return await _stepped(coroutine, at, act)
+
+
+def now() -> float:
+    """Virtual seconds."""
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,396 @@
+"""What only the real engine can show: exact weights, faults on the wire, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from actors.adapters import RayEngine
+from actors.engine_settings import EngineSettings
+from orchestrator.errors import (
+    ChannelError,
+    EngineDied,
+    EngineError,
+    MidflightError,
+    TransferError,
+)
+from orchestrator.types import EngineInfo, KVPolicy, PauseMode, Prompt
+from tests.real_engine import RealRig, engine_options, make_model, state
+from tests.swaps import LocalSender, Rig, check_completion
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
+DEADLINE_S = 30.0
+
+
+async def up(rig: RealRig) -> None:
+    if not rig.opened:
+        await rig.open()
+
+
+# weights and what follows from them
+
+
+async def test_the_outputs_are_those_of_the_weights_that_were_sent(real_rig: RealRig) -> None:
+    rig = real_rig
+    async with asyncio.timeout(DEADLINE_S):
+        for which in ("b", "a", "b"):
+            await rig.swap(which)
+            request = rig.request(24, 5)
+            completion = await rig.generate(request)
+            expected = rig.greedy(which, request.prompt.token_ids, 24)
+            assert completion.token_ids == expected
+            scores = rig.logprobs(which, request.prompt.token_ids + expected)[-24:]
+            assert completion.logprobs == pytest.approx(scores, abs=1e-4)
+
+
+async def test_a_cut_request_continues_as_the_new_weights_would(real_rig: RealRig) -> None:
+    rig = real_rig
+    async with asyncio.timeout(DEADLINE_S):
+        await rig.swap("a")
+        requests = [rig.request(40, i) for i in range(8)]
+        running = [asyncio.create_task(rig.generate(request)) for request in requests]
+        await rig.engine.wait_for_tokens(10)
+        await rig.swap("b")
+        completions = await asyncio.gather(*running)
+    for request, completion in zip(requests, completions, strict=True):
+        check_completion(completion, request)
+        old, new = completion.spans
+        written = completion.token_ids[: old.end]
+        assert written == rig.greedy("a", request.prompt.token_ids, old.end)
+        cut = request.prompt.token_ids + written
+        assert completion.token_ids[new.start :] == rig.greedy("b", cut, new.end - new.start)
+
+
+async def test_logprobs_are_before_temperature(real_rig: RealRig) -> None:
+    rig = real_rig
+    async with asyncio.timeout(DEADLINE_S):
+        await rig.swap("a")
+        request = rig.request(20, 2, temperature=0.5)
+        completion = await rig.generate(request)
+    scores = rig.logprobs("a", request.prompt.token_ids + completion.token_ids)[-20:]
+    assert completion.logprobs == pytest.approx(scores, abs=1e-4)
+
+
+async def test_the_canary_agrees_with_transformers_under_load(real_rig: RealRig) -> None:
+    rig = real_rig
+    async with asyncio.timeout(DEADLINE_S):
+        await rig.swap("b")
+        busy = [asyncio.create_task(rig.generate(rig.request(60, i))) for i in range(4)]
+        prompts = [rig.request(1, i, length=20 + i).prompt.token_ids for i in range(4)]
+        scores = await rig.engine.prompt_logprobs(prompts)
+        await asyncio.gather(*busy)
+    for prompt, found in zip(prompts, scores, strict=True):
+        assert found == pytest.approx(rig.logprobs("b", prompt), abs=1e-4)
+
+
+async def test_strided_tensors_load_as_what_they_look_like(real_rig: RealRig) -> None:
+    import torch
+
+    rig = real_rig
+
+    def strided(tensor: Any) -> Any:
+        if tensor.dim() == 2:
+            return tensor.t().contiguous().t()
+        wide = torch.zeros(2 * tensor.numel())
+        wide[::2] = tensor
+        return wide[::2]
+
+    weights = {name: strided(tensor) for name, tensor in state(rig.models["b"]).items()}
+    assert not any(tensor.is_contiguous() for tensor in weights.values())
+    sender = LocalSender({"b": weights})
+    other = Rig(rig.engine, sender, sender.use)
+    other.version = rig.version
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await rig.swap("a")
+            other.version = rig.version
+            swapped = await other.swap("b")
+            assert await rig.engine.digests(swapped.update) == swapped.sent
+            request = rig.request(16, 4)
+            completion = await rig.generate(request)
+            assert completion.token_ids == rig.greedy("b", request.prompt.token_ids, 16)
+    finally:
+        rig.version, rig.opened = other.version, False
+        await sender.aclose()
+
+
+# load and control
+
+
+async def test_a_pause_gets_through_a_thousand_requests(real_rig: RealRig) -> None:
+    rig = real_rig
+    async with asyncio.timeout(DEADLINE_S):
+        running = [asyncio.create_task(rig.generate(rig.request(200, i))) for i in range(1000)]
+        await rig.engine.wait_for_tokens(1)
+        began = time.monotonic()
+        ack = await rig.engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+        assert time.monotonic() - began < 2
+        assert ack.requests_in_flight > 64
+        await rig.engine.resume()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        assert (await rig.engine.status()).live_requests == 0
+
+
+async def test_the_actor_answers_during_a_swap(real_rig: RealRig) -> None:
+    rig = real_rig
+    await up(rig)
+    longest = 0.0
+    done = asyncio.Event()
+
+    async def heartbeat() -> None:
+        nonlocal longest
+        while not done.is_set():
+            began = time.monotonic()
+            await rig.engine.status()
+            longest = max(longest, time.monotonic() - began)
+
+    async with asyncio.timeout(DEADLINE_S):
+        beating = asyncio.create_task(heartbeat())
+        for which in ("b", "a", "b"):
+            await rig.swap(which)
+        done.set()
+        await beating
+    assert longest < 0.2
+
+
+async def test_a_prompt_that_does_not_fit_is_an_error_of_ours(real_rig: RealRig) -> None:
+    rig = real_rig
+    request = replace(rig.request(4), prompt=Prompt(tuple(range(1, 250)) * 4))
+    with pytest.raises(EngineError) as caught:
+        await rig.generate(request)
+    assert type(caught.value) is EngineError
+    assert "512" in str(caught.value)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
+
+
+# faults on the wire
+
+
+async def test_one_flipped_bit_is_found_in_its_tensor(real_rig: RealRig) -> None:
+    rig = real_rig
+    name = "model.layers.1.mlp.down_proj.weight"
+    async with asyncio.timeout(DEADLINE_S):
+        rig.fault("FLIP_BIT", name)
+        swapped = await rig.swap("a")
+        received = await rig.engine.digests(swapped.update)
+    assert {n for n in swapped.sent if received[n] != swapped.sent[n]} == {name}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("FAIL_TENSOR", "injected fault at model.norm.weight"),
+        ("DROP_TENSOR", "model.norm.weight"),
+    ],
+)
+async def test_half_an_update_is_never_served_and_a_whole_one_heals(
+    real_rig: RealRig, fault: str, words: str
+) -> None:
+    rig = real_rig
+    await up(rig)
+    async with asyncio.timeout(DEADLINE_S):
+        running = asyncio.create_task(rig.generate(rig.request(60)))
+        await rig.engine.wait_for_tokens(5)
+        rig.fault(fault, "model.norm.weight")
+        update = rig.next_update()
+        rig.use("b")
+        await rig.sender.stage(update.version)
+        await rig.engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
+        await rig.engine.start_update(update)
+        sending = asyncio.ensure_future(rig.sender.send(update))
+        with pytest.raises(TransferError, match=words):
+            await rig.engine.receive_update(update)
+        await asyncio.gather(sending, return_exceptions=True)
+        with pytest.raises(TransferError):
+            await rig.engine.finish_update(update)
+        with pytest.raises(EngineError, match="half applied"):
+            await rig.engine.resume()
+        assert (await rig.engine.status()).version == rig.version
+        rig.fault()
+        await rig.open()
+        whole = rig.next_update()
+        await rig.sender.stage(whole.version)
+        await rig.apply(whole)
+        await rig.engine.resume()
+        completion = await running
+        assert [span.version for span in completion.spans][-1] == whole.version
+        request = rig.request(16, 8)
+        tokens = (await rig.generate(request)).token_ids
+        assert tokens == rig.greedy("b", request.prompt.token_ids, 16)
+
+
+async def test_a_channel_that_does_not_carry_the_pattern_is_refused(real_rig: RealRig) -> None:
+    rig = real_rig
+    async with asyncio.timeout(DEADLINE_S):
+        rig.fault("BAD_PATTERN")
+        rig.opened = False
+        with pytest.raises(ChannelError, match="known pattern"):
+            await rig.open()
+        rig.fault()
+        assert len((await rig.generate(rig.request(4))).token_ids) == 4
+
+
+async def test_other_dtypes_are_refused_before_any_pause(real_rig: RealRig) -> None:
+    rig = real_rig
+    rig.opened = False
+    sender = LocalSender({"a": state(rig.models["a"])}, wire_dtype="bfloat16")
+    other = Rig(rig.engine, sender, sender.use)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(ChannelError, match=r"bfloat16.*float32"):
+                await other.open()
+            assert not (await rig.engine.status()).paused
+    finally:
+        await sender.aclose()
+
+
+# death: engines of their own
+
+
+class Doomed:
+    """Engines that are killed: one alone, one of two workers with tied weights."""
+
+    def __init__(self, engine: RayEngine, info: EngineInfo, rig: Rig, model: Any) -> None:
+        self.engine, self.info, self.rig, self.model = engine, info, rig, model
+        self.shared_memory = {
+            path
+            for pid in info.pids
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+            if (path := line.split(maxsplit=5)[-1]).startswith("/dev/shm/")
+        }
+
+    def processes(self) -> list[psutil.Process]:
+        return [psutil.Process(pid) for pid in self.info.pids if psutil.pid_exists(pid)]
+
+    def core(self) -> psutil.Process:
+        return next(p for p in self.processes() if "EngineCore" in " ".join(p.cmdline()))
+
+    async def all_gone(self) -> bool:
+        """Whether every process ends, within seconds."""
+        _, alive = await asyncio.to_thread(psutil.wait_procs, self.processes(), timeout=5)
+        return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+async def doomed(name: str, folder: Path, *, workers: int, tied: bool) -> Doomed:
+    model = make_model(folder / name, 3, tied=tied)
+    other = make_model(folder / f"{name}-b", 4, tied=tied)
+    settings = EngineSettings(
+        model=str(folder / name),
+        dtype="float32",
+        max_model_len=512,
+        tensor_parallel_size=workers,
+        executor="mp",
+        log_path=str(folder / f"{name}.log"),
+    )
+    engine = RayEngine(name, settings, options=engine_options(folder / f"{name}.faults"))
+    try:
+        info = await engine.start()
+    except BaseException:
+        await engine.aclose()
+        raise
+    sender = LocalSender({"a": state(model), "b": state(other)})
+    rig = Rig(engine, sender, sender.use)
+    rig.workers = info.workers
+    return Doomed(engine, info, rig, other)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def pair(
+    ray_session: None, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[Doomed, Doomed]]:
+    folder = tmp_path_factory.mktemp("doomed")
+    both = await asyncio.gather(
+        doomed("alone", folder, workers=1, tied=False),
+        doomed("tied", folder, workers=2, tied=True),
+    )
+    yield both
+    for one in both:
+        await one.rig.sender.aclose()  # type: ignore[attr-defined]
+        await one.engine.aclose()
+
+
+async def test_two_workers_with_a_tied_head_get_the_same_bytes(
+    pair: tuple[Doomed, Doomed],
+) -> None:
+    import torch
+
+    tied = pair[1]
+    assert tied.info.workers == 2
+    assert "lm_head.weight" not in state(tied.model)
+    async with asyncio.timeout(DEADLINE_S):
+        swapped = await tied.rig.swap("b")
+        assert await tied.engine.digests(swapped.update) == swapped.sent
+        request = tied.rig.request(16, 1)
+        completion = await tied.rig.generate(request)
+    with torch.no_grad():
+        out = tied.model.generate(
+            torch.tensor([request.prompt.token_ids]),
+            max_new_tokens=16,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+    assert completion.token_ids == tuple(out[0, len(request.prompt.token_ids) :].tolist())
+
+
+async def test_kill_of_the_engine_core_fails_everything_at_once(
+    pair: tuple[Doomed, Doomed],
+) -> None:
+    victim = pair[1]
+    async with asyncio.timeout(DEADLINE_S):
+        running = [asyncio.create_task(victim.rig.generate(victim.rig.request(400)))]
+        await victim.engine.wait_for_tokens(3)
+        await victim.engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
+        update = victim.rig.next_update()
+        await victim.rig.sender.stage(update.version)
+        await victim.engine.start_update(update)
+        receiving = asyncio.ensure_future(victim.engine.receive_update(update))
+        os.kill(victim.core().pid, signal.SIGKILL)
+        began = time.monotonic()
+        assert "engine core" in await victim.engine.wait_dead()
+        results = await asyncio.gather(*running, receiving, return_exceptions=True)
+        assert time.monotonic() - began < 2
+        assert {type(result) for result in results} == {EngineDied}
+        with pytest.raises(EngineDied):
+            await victim.engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
+        await victim.engine.aclose()
+        await victim.engine.aclose()
+    assert await victim.all_gone()
+    assert victim.shared_memory
+    assert not [path for path in victim.shared_memory if Path(path).exists()]
+
+
+async def test_kill_of_the_actor_leaves_no_process(pair: tuple[Doomed, Doomed]) -> None:
+    victim = pair[0]
+    async with asyncio.timeout(DEADLINE_S):
+        running = asyncio.create_task(victim.rig.generate(victim.rig.request(400)))
+        await victim.engine.wait_for_tokens(3)
+        os.kill(victim.info.pids[0], signal.SIGKILL)
+        began = time.monotonic()
+        assert "gone" in await victim.engine.wait_dead()
+        with pytest.raises(EngineDied) as caught:
+            await running
+        assert type(caught.value) is EngineDied
+        assert time.monotonic() - began < 2
+        # Nobody closed it yet: what the actor had started ends with it.
+        assert await victim.all_gone()
+        with pytest.raises(MidflightError):
+            await victim.engine.status()
+        await victim.engine.aclose()
+        await victim.engine.aclose()
+    assert victim.shared_memory
+    assert not [path for path in victim.shared_memory if Path(path).exists()]
