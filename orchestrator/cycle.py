@@ -15,6 +15,8 @@ VALIDATING  waits for the checks while generation goes on.
 
 What a failure leaves behind:
 
+Requests of a fenced replica are continued on a serving one, or end with what they have.
+
 PAUSING     zero bytes were sent: every replica that answers resumes at the old version.
 SYNCING     replicas that were told to start an update are fenced, never resumed.
 RESUMING    the version is committed; a replica that did not resume is fenced.
@@ -195,6 +197,7 @@ class SwapCycle:
                 self._fleet.fence_all()
             self._fleet.fence_dirty()
             await self._fleet.resume_clean(seconds)
+            await self._fleet.evict_fenced(seconds)
         if not self._fleet.fenced and self._machine.state is State.RECOVERING:
             serves = f"every replica serves version {self._fleet.version}"
             self._machine.fire(Trigger.RECOVER, Guard.ALL_SERVING, reason=serves)

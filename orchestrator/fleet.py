@@ -199,8 +199,9 @@ class Fleet:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Run ``request`` on the least loaded replica.
 
-        What a pause in mode ``abort`` cut is continued from prompt + tokens so far, within
-        the request's own budget; :meth:`abort_requests` ends it for good.
+        What a pause in mode ``abort`` or a fence cut is continued from prompt + tokens so far,
+        within the request's own budget; :meth:`abort_requests` ends it for good, and so does
+        the lack of a replica that serves.
         """
         done: Completion | None = None
         part = request
@@ -212,7 +213,7 @@ class Fleet:
             finally:
                 replica.live.discard(part.request_id)
             left = request.max_tokens - len(done.token_ids)
-            if done.finish_reason is not FinishReason.ABORT or self._ending:
+            if done.finish_reason is not FinishReason.ABORT or self._ending or not self.serving:
                 return done
             if left <= 0:
                 return replace(done, finish_reason=FinishReason.LENGTH)
@@ -387,6 +388,17 @@ class Fleet:
         """No replica takes a request from now on."""
         for replica in self._replicas:
             replica.fenced = True
+
+    async def evict_fenced(self, seconds: float) -> None:
+        """End the requests of fenced replicas there, so that :meth:`generate` moves them on.
+
+        A replica that does not answer within ``seconds`` is gone or hangs: its death says so.
+        """
+        fenced = [r for r in self._replicas if r.fenced and r.live]
+        evictions = [asyncio.ensure_future(r.engine.abort_requests()) for r in fenced]
+        if evictions:
+            await asyncio.wait(evictions, timeout=seconds)
+            await settle(evictions)
 
     async def resume_clean(self, seconds: float) -> None:
         """Resume every serving paused replica; one that does not within ``seconds`` is fenced."""

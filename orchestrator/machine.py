@@ -138,6 +138,13 @@ class Transition:
     seconds: float
 
 
+class _Place:
+    """What ``transitions`` decorates; its own triggers would bypass :meth:`SwapMachine.fire`."""
+
+    state: str
+    trigger: Callable[..., bool]
+
+
 class SwapMachine:
     """The state of one controller.
 
@@ -157,16 +164,16 @@ class SwapMachine:
         self._entered = clock()
         self._moving = False
         self.history: deque[Transition] = deque(maxlen=history)
-        self._machine = Machine(
-            model=self,
+        self._place = _Place()
+        machine = Machine(
+            model=self._place,
             states=[s.value for s in State],
             initial=State.STARTING.value,
-            model_attribute="_state",
             auto_transitions=False,
             send_event=True,
         )
         for rule in TABLE:
-            self._machine.add_transition(
+            machine.add_transition(
                 rule.trigger.value,
                 [s.value for s in rule.sources],
                 rule.target.value,
@@ -180,7 +187,7 @@ class SwapMachine:
     @property
     def state(self) -> State:
         """Where the machine is."""
-        return State(self._state)  # type: ignore[attr-defined]
+        return State(self._place.state)
 
     def allowed(self) -> tuple[Trigger, ...]:
         """Triggers that the table has for the current state, guards aside."""
@@ -198,7 +205,7 @@ class SwapMachine:
         source = self.state
         self._moving = True
         try:
-            moved = self.trigger(trigger.value, facts=frozenset(facts))  # type: ignore[attr-defined]
+            moved = self._place.trigger(trigger.value, facts=frozenset(facts))
         except MachineError:
             allowed = ", ".join(self.allowed()) or "nothing"
             raise IllegalTransition(source, trigger, f"allowed here: {allowed}") from None

@@ -33,6 +33,7 @@ from orchestrator.errors import (
     MidflightError,
     SyncBusy,
     TrainerDied,
+    TrainerError,
 )
 from orchestrator.events import (
     EngineStarted,
@@ -156,6 +157,7 @@ class Orchestrator:
         self._swapping: asyncio.Task[SyncReport] | None = None
         self._probing: set[asyncio.Task[Rollout]] = set()
         self._fatal: BaseException | None = None
+        self._unreleased: list[str] = []
         self._cancels = 0
         self._interrupted = False
         self._closing = False
@@ -251,9 +253,9 @@ class Orchestrator:
     def _watch(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)
         self._watchers.append(task)
-        task.add_done_callback(self._watch_ended)
+        task.add_done_callback(self._background_ended)
 
-    def _watch_ended(self, task: asyncio.Task[None]) -> None:
+    def _background_ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None and self._fatal is None and not self._closing:
             self._fatal = error
@@ -310,6 +312,11 @@ class Orchestrator:
         # The host was cancelled because of it; an error of the host's own says more.
         if self._fatal is not None and (error is None or _is_cancel(error)):
             error = self._fatal
+        if error is None and self._unreleased:
+            error = MidflightError(
+                f"the run is done, but something of it may be left: {'; '.join(self._unreleased)}. "
+                "Look for its processes"
+            )
         if error is None:
             outcome = Outcome.COMPLETED
         elif _is_cancel(error):
@@ -351,7 +358,11 @@ class Orchestrator:
                 asyncio.ensure_future(self._fleet.aclose()),
                 asyncio.ensure_future(self._trainer.aclose()),
             ]
-            await asyncio.wait(closing, timeout=budget / 2)
+            closed, late = await asyncio.wait(closing, timeout=budget / 2)
+            self._unreleased = [
+                *(str(e) for task in closed if (e := task.exception()) is not None),
+                *(f"not closed within {budget / 2:g} s" for _ in late),
+            ]
             owned: list[asyncio.Task[Any]] = [*closing, *self._probing, *self._watchers]
             if self._swapping is not None:
                 owned.append(self._swapping)  # its calls ended with the engines
@@ -394,6 +405,11 @@ class Orchestrator:
 
     def _trained(self, stats: TrainStats, batch: Sequence[Rollout]) -> None:
         rewards = stats.rewards or (None,) * len(batch)
+        if len(rewards) != len(batch):
+            raise TrainerError(
+                f"{len(rewards)} rewards came back for a batch of {len(batch)}: return one "
+                "each, in the order of the batch, or none"
+            )
         rewarded = tuple(
             replace(rollout, reward=reward) for rollout, reward in zip(batch, rewards, strict=True)
         )
@@ -423,8 +439,7 @@ class Orchestrator:
 
     def _probe_ended(self, task: asyncio.Task[Rollout]) -> None:
         self._probing.discard(task)
-        if not task.cancelled():
-            task.exception()  # retrieved: who awaits the probe, or the watch, raises it
+        self._background_ended(task)  # nobody may be waiting for a probe
 
     async def _until_long_enough(self, probes: Sequence[asyncio.Task[Rollout]]) -> None:
         threshold = self._swap.pause_after_tokens
@@ -455,9 +470,10 @@ class Orchestrator:
         """Publish the trainer's current weights as the next version.
 
         A second call while a swap runs waits its turn, or raises SyncBusy if not ``wait``.
-        A cancel before bytes moved calls the swap off; after that the swap is finished first,
-        since half-applied weights would serve nobody. Raises SyncError or ValidationFailed,
-        what staging failed with (no engine was touched then), or Closed.
+        A cancel before bytes moved calls the swap off; while weights are half-applied the swap
+        is finished first, since they would serve nobody; checks of a committed one are dropped.
+        Raises SyncError or ValidationFailed, what staging failed with (no engine was touched
+        then), or Closed.
         """
         with operation(run_id=self.run_id):
             return await self._swap_once(None, (), fresh=self._options.fresh, wait=wait)
@@ -500,7 +516,7 @@ class Orchestrator:
                     caller = asyncio.current_task()
                     if swap.cancelled() and caller is not None and not caller.cancelling():
                         raise Closed(f"closed during the swap to version {version}") from None
-                    if self.state in (State.GENERATING, State.PAUSING):
+                    if self.state in (State.GENERATING, State.PAUSING, State.VALIDATING):
                         swap.cancel()
                     # An impatient second cancel must not let the next swap in. When all is
                     # over, the release ends the swap.
@@ -562,7 +578,8 @@ class Orchestrator:
     async def rollouts(self) -> AsyncIterator[Rollout]:
         """Finished rollouts as they come, group by group, each with its staleness.
 
-        Waits while there is none; ends when the orchestrator is closed.
+        Waits while there is none; ends when the orchestrator is closed. A group counts as
+        consumed when its first rollout is handed out: take all of it.
         """
         while True:
             try:

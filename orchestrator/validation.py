@@ -12,6 +12,7 @@ fresh: an engine started from the checkpoint of the sent weights continues each 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -192,10 +193,10 @@ class Validator:
             verdict,
             {
                 "prompts": len(self._canary),
-                "max_abs_diff": difference,
+                "max_abs_diff": _finite(difference),
                 "tolerance": tolerance,
                 "control": Verdict.MATCH if control_ok else Verdict.MISMATCH,
-                "control_max_abs_diff": self._control,
+                "control_max_abs_diff": _finite(self._control),
             },
         )
 
@@ -259,6 +260,15 @@ async def _close(engine: Engine) -> None:
         ) from None
 
 
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity; None says that the two sides could not be compared."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else "more than can be compared"
+
+
 def explain(result: CheckResult) -> str:
     """One line for a mismatch: what differs, and what to look at."""
     detail = result.detail
@@ -273,9 +283,9 @@ def explain(result: CheckResult) -> str:
         )
     if result.check == "canary":
         return (
-            f"canary: log-probabilities differ by {detail['max_abs_diff']:.3g}, tolerance "
+            f"canary: log-probabilities differ by {_shown(detail['max_abs_diff'])}, tolerance "
             f"{detail['tolerance']:.3g}, though the control agreed within "
-            f"{detail['control_max_abs_diff']:.3g}: the engine does not run the sent weights"
+            f"{_shown(detail['control_max_abs_diff'])}: the engine does not run the sent weights"
         )
     failures = detail["diverging"]
     assert isinstance(failures, list)

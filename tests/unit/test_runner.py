@@ -286,7 +286,16 @@ def start(folder: Path, *words: str) -> tuple[subprocess.Popen[str], int]:
 
 
 def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    """Whether it is still there; a killed process may take a moment to go."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:
+            process.wait(timeout=5)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.TimeoutExpired:
+        return True
+    return False
 
 
 @pytest.mark.parametrize(
