@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors import preflight as checks
 from actors.engine_settings import EngineSettings
@@ -24,6 +24,9 @@ from orchestrator.config import Settings
 from orchestrator.errors import ConfigError, EngineError
 from orchestrator.protocols import Engine, EngineFactory, Trainer
 from orchestrator.types import Prompt, TransferBackend
+
+if TYPE_CHECKING:
+    from actors.adapters import RayEngine
 
 OnActorEvent = Callable[[str, dict[str, Any]], None]
 
@@ -109,10 +112,11 @@ async def assemble(
     settings: Settings, prepared: Prepared, run_dir: Path, on_event: OnActorEvent
 ) -> AsyncIterator[Parts]:
     """Connect to Ray for the time of the block; the caller starts and closes the actors."""
-    logs = run_dir.absolute() / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    run_dir = Path.cwd() / run_dir
+    logs = run_dir / "logs"
+    await asyncio.to_thread(logs.mkdir, parents=True, exist_ok=True)
     async with connected(settings.ray_address, logs):
-        yield make_parts(settings, prepared, run_dir.absolute(), on_event)
+        yield make_parts(settings, prepared, run_dir, on_event)
 
 
 @asynccontextmanager
@@ -135,10 +139,13 @@ async def connected(address: str | None, logs: Path) -> AsyncIterator[None]:
     if address is not None:
         arguments["address"] = address
     with to_file(logs / "ray.log", "ray"):
+        log = logging.getLogger("ray")
+        log.propagate = False  # what it says while it starts concerns nobody
         try:
             await asyncio.to_thread(ray.init, **arguments)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise EngineError("ray", f"Ray did not start: {error}") from error
+        log.propagate = True
         try:
             yield
         finally:
@@ -162,9 +169,16 @@ def to_file(path: Path, *names: str) -> Any:
 
 
 def make_parts(
-    settings: Settings, prepared: Prepared, run_dir: Path, on_event: OnActorEvent
+    settings: Settings,
+    prepared: Prepared,
+    run_dir: Path,
+    on_event: OnActorEvent,
+    engine_class: type[RayEngine] | None = None,
 ) -> Parts:
-    """The actors as the control plane sees them; Ray must be connected."""
+    """The actors as the control plane sees them; Ray must be connected.
+
+    ``engine_class``: a subclass to make the swapped engines of.
+    """
     from actors.adapters import RayEngine, RayTrainer
 
     checked = prepared.checked
@@ -189,7 +203,8 @@ def make_parts(
 
     def engine(name: str, model: str, backend: TransferBackend | None) -> RayEngine:
         gpus = share["engine" if backend is not None else "fresh"]
-        return RayEngine(
+        made = RayEngine if backend is None else engine_class or RayEngine
+        return made(
             name,
             engine_settings(name, model, backend),
             on_event=on_event,

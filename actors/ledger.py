@@ -37,7 +37,7 @@ class Live:
     def stalls(self, usual: float = 0.0) -> tuple[Stall, ...]:
         """Its stalls; ``usual`` stands in where it wrote too little to have a median."""
         gap = self.median_gap if self.gaps else usual
-        return tuple(Stall(sync, seconds - (gap or 0.0)) for sync, seconds in self.waits)
+        return tuple(Stall(sync, max(0.0, seconds - (gap or 0.0))) for sync, seconds in self.waits)
 
 
 class Swap:

@@ -64,7 +64,8 @@ class LocalSender:
 
     async def wait_dead(self) -> str:
         """Never returns: this process is the sender."""
-        return await asyncio.get_running_loop().create_future()
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
 
     async def aclose(self) -> None:
         """See the protocol."""

@@ -49,8 +49,9 @@ def raw_broadcast(backend: str, nbytes: int, repeats: int = 20) -> list[float]:
 def _rank(
     rank: int, backend: str, nbytes: int, repeats: int, ports: Queue[int], answers: Queue[Any]
 ) -> None:
-    import torch.distributed as dist
+    import torch.distributed
 
+    dist: Any = torch.distributed  # its stores are not in torch's type stubs
     try:
         if rank == 0:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

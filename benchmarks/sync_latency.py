@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ceiling
 import naive
@@ -28,13 +28,13 @@ import plot
 from actors import assembly
 from actors.adapters import RayEngine
 from orchestrator.config import Settings
-from orchestrator.context import current_op, operation
+from orchestrator.context import operation
 from orchestrator.cycle import SwapCycle, stall_stats
 from orchestrator.errors import MidflightError
 from orchestrator.fleet import Fleet
 from orchestrator.machine import Guard, SwapMachine, Trigger
 from orchestrator.options import SwapOptions, ValidationOptions
-from orchestrator.protocols import Engine, Trainer
+from orchestrator.protocols import Trainer
 from orchestrator.sources import load
 from orchestrator.tasks import settle
 from orchestrator.types import (
@@ -178,6 +178,8 @@ class Bench:
 class BenchmarkEngine(RayEngine):
     """A real engine that can also pause the public way."""
 
+    actor = "naive:BenchmarkEngineActor"
+
     async def pause_publicly(self, mode: PauseMode, kv: KVPolicy) -> None:
         """See :class:`naive.BenchmarkEngineActor`."""
         await self._call("control", "pause_publicly", mode, kv)
@@ -191,13 +193,11 @@ async def real_parts(options: argparse.Namespace, run_dir: Path) -> AsyncIterato
         if record.get("level") in ("warning", "error"):
             print(f"{actor}: {record.get('event')} {record.get('message', '')}", file=sys.stderr)
 
-    async with assembly.assemble(options.settings, options.prepared, run_dir, quiet) as parts:
-        engines: list[Engine] = [
-            BenchmarkEngine.like(e, actor=naive.BenchmarkEngineActor)
-            for e in parts.engines
-            if isinstance(e, RayEngine)
-        ]
-        fleet = Fleet(engines)
+    async with assembly.connected(None, run_dir):
+        parts = assembly.make_parts(
+            options.settings, options.prepared, run_dir, quiet, BenchmarkEngine
+        )
+        fleet = Fleet(parts.engines)
         bench = Bench(fleet, parts.trainer, options)
         options.parts = parts
         try:
@@ -280,7 +280,8 @@ def show(result: dict[str, Any]) -> None:
     table = Table(title=f"{result['model']}: {result['bytes'] / 1e6:.1f} MB over "
                         f"{result['backend']}, {result['requests']} requests (ms)")  # fmt: skip
     for column in ("method", "swaps", "stall p50", "p95", "max", *plot.PHASES, "GB/s usable"):
-        table.add_column(column.replace("_", " "), justify="left" if column == "method" else "right")
+        side: Literal["left", "right"] = "left" if column == "method" else "right"
+        table.add_column(column.replace("_", " "), justify=side, no_wrap=True)
     for method in result["methods"]:
         stall = method["stall_s"]
         speed = method["gb_per_s_until_usable"]
@@ -291,7 +292,8 @@ def show(result: dict[str, Any]) -> None:
             *(ms(method["phases"][p]["p50"]) for p in plot.PHASES),
             "-" if speed is None else f"{speed:.3f}",
         )
-    console = Console()
+    # A pipe has no width: never squeeze the numbers there.
+    console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
     raw, copy = result["ceiling"]["broadcast"], result["ceiling"]["memory_copy"]
     console.print(
@@ -343,9 +345,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             None,
         )
         options.prepared = assembly.preflight(options.settings)
-        with tempfile.TemporaryDirectory(prefix="midflight-bench-") as folder:
-            with operation(run_id=current_op().run_id or "bench"):
-                result = asyncio.run(measure(options, Path(folder)))
+        with (
+            tempfile.TemporaryDirectory(prefix="midflight-bench-") as folder,
+            operation(run_id="bench"),
+        ):
+            result = asyncio.run(measure(options, Path(folder)))
     except MidflightError as error:
         print(f"sync_latency: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -143,7 +143,8 @@ class TokenSpan:
 class Stall:
     """What one swap cost one running request, measured at the engine.
 
-    ``seconds`` = (first token after - last token before) - the request's median token gap.
+    ``seconds`` = (first token after - last token before) - the request's median token gap, or 0
+    where the swap took less than the request usually waits for a token.
     """
 
     sync_id: str

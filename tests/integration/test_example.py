@@ -1,0 +1,53 @@
+"""The embedding example and the benchmark, run as their readers would."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .command import ROOT
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+
+def run(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def test_an_embedding_trainer_owns_the_loop() -> None:
+    lines = (ROOT / "examples" / "embed_in_trainer.py").read_text().splitlines()
+    assert len(lines) < 80
+    out = run("examples/embed_in_trainer.py", "--steps", "2")
+    assert re.findall(r"version (\d+): reward 0\.\d+", out) == ["1", "2"]
+    assert out.count("digest match") == 2
+
+
+def test_the_benchmark_measures_both_ways_and_the_ceiling(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    out = run(
+        "benchmarks/sync_latency.py", "--swaps", "3", "--naive-swaps", "1", "--json", str(target)
+    )
+    assert "ceiling: raw broadcast" in out
+    result = json.loads(target.read_text())
+    ours, naive, awake = result["methods"]
+    assert [m["swaps"] for m in (ours, naive, awake)] == [3, 1, 1]
+    assert result["digests_matched"] >= 3
+    for method in (ours, naive, awake):
+        assert method["stall_s"]["count"] == sum(len(s["stalls"]) for s in method["samples"]) > 0
+    # The naive way sleeps: no noise of this machine makes that shorter.
+    assert naive["phases"]["quiesce"]["p50"] >= 5.02
+    assert awake["phases"]["quiesce"]["p50"] >= 0.02
+    ratio = naive["stall_s"]["p50"] / ours["stall_s"]["p50"]
+    assert result["ratio"]["stall_p50_naive_to_ours"] == pytest.approx(ratio)
+    assert result["ceiling"]["broadcast"]["p50_s"] > 0
+    assert target.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
