@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -72,8 +73,7 @@ class RemoteActor:
         self._handle: ActorHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._death: asyncio.Future[str] | None = None
-        self._node = ""
-        self._processes: tuple[processes.ProcessId, ...] = ()
+        self._belongings = processes.Belongings("", (), frozenset())
         self._closing: asyncio.Task[None] | None = None
 
     async def launch(
@@ -93,12 +93,12 @@ class RemoteActor:
         )(counted)
         self._handle = remote.options(**options).remote(*args, **kwargs)
         self._death = asyncio.get_running_loop().create_future()
-        await self.refresh_processes()
+        await self.count()
         self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._watch())]
 
-    async def refresh_processes(self) -> None:
-        """Note the actor's processes, so that they can be killed when it cannot answer."""
-        self._node, self._processes = await self.call("watch", "processes")
+    async def count(self) -> None:
+        """Note what is the actor's, so that it can be removed when the actor cannot answer."""
+        self._belongings = await self.call("watch", "belongings")
 
     async def call(self, group: str, method: str, *args: Any) -> Any:
         """Call ``method`` in concurrency group ``group``; errors are ours."""
@@ -149,11 +149,14 @@ class RemoteActor:
                 with contextlib.suppress(Exception):
                     ray.kill(handle, no_restart=True)
                     killed = True
-            if self._node == node_id():
+            if self._belongings.node == node_id():
                 # Ray's own kill first: it would report one of ours as a crash.
                 await asyncio.to_thread(
-                    processes.kill, self._processes, first_wait_s=KILL_S if killed else 0.0
+                    processes.kill,
+                    self._belongings.processes,
+                    first_wait_s=KILL_S if killed else 0.0,
                 )
+                processes.unlink(self._belongings.shared_memory)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -181,7 +184,13 @@ class RemoteActor:
 
 
 class RayEngine:
-    """:class:`orchestrator.protocols.Engine` over an :class:`actors.engine.EngineActor`."""
+    """:class:`orchestrator.protocols.Engine` over an :class:`actors.engine.EngineActor`.
+
+    A subclass may name a subclass of that actor in ``actor``, as ``module:class``: it is only
+    imported when the engine starts.
+    """
+
+    actor = "actors.engine:EngineActor"
 
     def __init__(
         self,
@@ -207,15 +216,13 @@ class RayEngine:
         return self._name
 
     async def start(self) -> EngineInfo:
-        from .engine import EngineActor
-
+        module, _, name = self.actor.partition(":")
+        actor = getattr(importlib.import_module(module), name)
         # Groups of their own: a pause never queues behind thousands of generate calls.
         groups = {"control": 32, "wait": 1000, "generate": 100_000, "watch": 8}
-        await self._remote.launch(
-            EngineActor, (self._name, self._settings), {}, groups, self._options
-        )
+        await self._remote.launch(actor, (self._name, self._settings), {}, groups, self._options)
         info: EngineInfo = await self._call("control", "start")
-        await self._remote.refresh_processes()
+        await self._remote.count()
         return info
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -319,7 +326,7 @@ class RayTrainer:
             TrainerActor, (), {**self._arguments, "name": self.name}, groups, self._options
         )
         self.started = await self._call("work", "start")
-        await self._remote.refresh_processes()
+        await self._remote.count()
 
     async def listen(
         self, backend: TransferBackend, world_size: int, timeout_s: float

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,14 +138,11 @@ async def connected(address: str | None, logs: Path) -> AsyncIterator[None]:
     }
     if address is not None:
         arguments["address"] = address
-    with to_file(logs / "ray.log", "ray"):
-        log = logging.getLogger("ray")
-        log.propagate = False  # what it says while it starts concerns nobody
+    with ray_logs_to(logs / "ray.log"):
         try:
             await asyncio.to_thread(ray.init, **arguments)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise EngineError("ray", f"Ray did not start: {error}") from error
-        log.propagate = True
         try:
             yield
         finally:
@@ -153,18 +150,21 @@ async def connected(address: str | None, logs: Path) -> AsyncIterator[None]:
 
 
 @contextlib.contextmanager
-def to_file(path: Path, *names: str) -> Any:
-    """Loggers ``names`` write to ``path`` within the block; warnings also go on as usual."""
+def ray_logs_to(path: Path) -> Iterator[None]:
+    """What Ray's Python side logs in this process goes to ``path`` instead of stderr.
+
+    Its warnings reach a user as errors of ours, or not at all: what it says while it starts
+    (tokens, signal handlers) concerns nobody.
+    """
+    logger = logging.getLogger("ray")
+    before = logger.handlers[:]
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    loggers = [logging.getLogger(name) for name in names]
-    for logger in loggers:
-        logger.addHandler(handler)
+    logger.handlers[:] = [handler]
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
+        logger.handlers[:] = before
         handler.close()
 
 

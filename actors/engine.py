@@ -40,7 +40,15 @@ from . import vllm_compat
 from .engine_settings import EngineSettings
 from .home import HomeLoop, at_home
 from .ledger import Ledger, Live
-from .processes import ACTOR_ENV, free_shared_memory, gone, kill, tree
+from .processes import (
+    ACTOR_ENV,
+    free_shared_memory,
+    gone,
+    kill,
+    shared_memory,
+    tree,
+    unlink,
+)
 from .reporting import ActorReporter, Record, redirect_output
 from .texts import cut_text
 from .transfer.channel import Channel
@@ -159,8 +167,10 @@ class EngineActor:
             vllm_compat.fail_requests(llm, EngineDied(self.name, "it was closed"))
             if not self.settings.cpu:
                 await asyncio.to_thread(vllm_compat.shutdown, llm, GRACE_S)
+        shared = shared_memory(tree(os.getpid()))
         await asyncio.to_thread(kill, own)
         await asyncio.to_thread(free_shared_memory)
+        unlink(shared)
 
     # requests
 
@@ -225,7 +235,8 @@ class EngineActor:
                         f"engine {self.name} was started for "
                         f"{self.settings.backend or 'no swaps'}, the channel is {spec.backend}"
                     )
-                if await self._or_death(llm.is_sleeping()):
+                # vLLM calls a paused engine sleeping too.
+                if not self._paused and await self._or_death(llm.is_sleeping()):
                     raise ChannelError(f"engine {self.name} sleeps: wake it up before a swap")
                 self._channel = None
                 invitation = asdict(Invitation.of(spec, first_rank))

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import re
 import select
 import signal
 import threading
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import psutil
 
@@ -51,14 +53,25 @@ class ProcessId:
             return None
 
 
-class Counted:
-    """Mixed into an actor class: the actor can say which processes are its."""
+@dataclass(frozen=True, slots=True)
+class Belongings:
+    """What an actor must not leave behind on its machine."""
 
-    async def processes(self) -> tuple[str, tuple[ProcessId, ...]]:
-        """This machine's id and the actor's processes, the actor first."""
+    node: str
+    processes: tuple[ProcessId, ...]
+    """The actor first."""
+    shared_memory: frozenset[str]
+
+
+class Counted:
+    """Mixed into an actor class: the actor can say what is its."""
+
+    async def belongings(self) -> Belongings:
+        """What there is now; ask again when more was started."""
         from .transfer.rendezvous import node_id
 
-        return node_id(), tree(os.getpid())
+        own = tree(os.getpid())
+        return Belongings(node_id(), own, shared_memory(own))
 
 
 def tree(pid: int) -> tuple[ProcessId, ...]:
@@ -121,6 +134,25 @@ def _wait(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.
     finally:
         for fd in waiting:
             os.close(fd)
+
+
+def shared_memory(processes: Iterable[ProcessId]) -> frozenset[str]:
+    """Files in shared memory that vLLM, torch or Python made for these processes."""
+    found: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                # Ray's object store is mapped too, and is not theirs.
+                if match := re.search(r"/dev/shm/(?:psm_|vllm_|sem\.mp-|torch_|nccl-)\S+$", line):
+                    found.add(match[0])
+    return frozenset(found)
+
+
+def unlink(paths: Iterable[str]) -> None:
+    """Remove what is still there. Only for files whose processes are gone."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def free_shared_memory() -> None:

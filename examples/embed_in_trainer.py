@@ -19,7 +19,7 @@ from actors.engine_settings import EngineSettings
 from actors.local import LocalSender
 from orchestrator import GenerationOptions, Orchestrator, Rollout
 
-BATCH, CONTEXT, NEW = 16, 256, 48
+BATCH, NEW = 16, 48
 
 
 class YourTrainer:
@@ -48,12 +48,10 @@ async def main(steps: int, logs: Path) -> None:
     base = models.resolve("tiny", "engine", cache)
     yours = YourTrainer(models.resolve("tiny", "trainer", cache))
     log = str(logs / "engine.log")
-    settings = EngineSettings(str(base), dtype="float32", max_model_len=CONTEXT, log_path=log)
-    engine = RayEngine("engine-0", settings)
+    engine = RayEngine("engine-0", EngineSettings(str(base), dtype="float32", log_path=log))
     sender = LocalSender(yours.model.named_parameters)
-    given = prompts.load_prompts(
-        None, base / "tokenizer.json", vocab_size=320, context=CONTEXT, new_tokens=NEW
-    )
+    words = base / "tokenizer.json"
+    given = prompts.load_prompts(None, words, vocab_size=320, context=1024, new_tokens=NEW)
     options = GenerationOptions(max_tokens=NEW, group_size=1, prompts_per_step=BATCH)
     async with (
         connected(None, logs),
@@ -66,11 +64,8 @@ async def main(steps: int, logs: Path) -> None:
                 reward = await asyncio.to_thread(yours.step, batch)
                 stale, batch = max(r.staleness or 0 for r in batch), []
                 report = await o.sync()
-                stall = 1e3 * (report.stall_s.p50 or 0)
-                print(
-                    f"version {o.version}: reward {reward:.3f}, staleness at most {stale}, "
-                    f"stall p50 {stall:.0f} ms, digest {report.checks[0].verdict}"
-                )
+                print(f"version {o.version}: reward {reward:.3f}, staleness at most {stale},")
+                print(f"  stall {report.stall_s.p50} s, digest {report.checks[0].verdict}")
                 if o.version == steps:
                     break
 

@@ -172,7 +172,8 @@ def make_sender(
         return GlooSender(weights, wire_dtype=wire_dtype)
     if not torch.cuda.is_available():
         raise ChannelError(f"backend {kind.value} needs a GPU and torch sees none: use gloo")
-    from . import native
+    from .native import IpcSender, NcclSender
 
-    cls = native.NcclSender if kind is TransferBackend.NCCL else native.IpcSender
-    return cls(weights, wire_dtype=wire_dtype)
+    if kind is TransferBackend.NCCL:
+        return NcclSender(weights, wire_dtype=wire_dtype)
+    return IpcSender(weights, wire_dtype=wire_dtype)

@@ -35,7 +35,7 @@ class LinkSender(Sender):
     def _connect(self, channel: Channel, spec: ChannelSpec) -> Link:
         """Build the link; blocks until all ranks are there."""
 
-    def _extra(self) -> dict[str, object]:
+    def _extra(self, nonce: str) -> dict[str, object]:
         """Backend-specific plain data for the receivers."""
         return {}
 
@@ -58,7 +58,7 @@ class LinkSender(Sender):
             nonce=nonce,
             tensors=manifest,
             timeout_s=timeout_s,
-            extra={"node": node_id(), "wire_dtype": self.wire_dtype, **self._extra()},
+            extra={"node": node_id(), "wire_dtype": self.wire_dtype, **self._extra(nonce)},
         )
         with self._lock:
             self._channel, self._opened = Channel(meeting), spec
@@ -124,6 +124,7 @@ class LinkSender(Sender):
             channel, self._channel = self._channel, None
         if channel is not None:
             channel.close("the sender left")
+            channel.meeting.stop()
 
 
 class GlooSender(LinkSender):

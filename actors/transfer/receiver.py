@@ -30,6 +30,7 @@ from orchestrator.errors import ChannelError, TransferError
 
 from .inbox import Inbox, Invitation, accept_dtypes
 from .layout import Layout, dtype_name, worker_rank
+from .native import IpcInbox, NcclInbox
 from .wire_errors import wire_errors
 
 
@@ -173,6 +174,18 @@ class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         for name, tensor in inbox.tensors():
             self._current = name
             yield name, tensor
+
+
+class NcclReceiver(GlooReceiver):
+    """Receives over NCCL."""
+
+    inbox_cls = NcclInbox
+
+
+class IpcReceiver(GlooReceiver):
+    """Loads from the trainer's memory on the same GPU."""
+
+    inbox_cls = IpcInbox
 
 
 def _some(names: set[str], limit: int = 8) -> str:

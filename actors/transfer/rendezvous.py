@@ -108,6 +108,10 @@ class Rendezvous:
         """Publish ``value``."""
         self.client.set(key, value.encode())
 
+    def read(self, key: str) -> str:
+        """Wait for what was :meth:`put`; others may read it too."""
+        return self.client.get([key])[0].decode()
+
     def take(self, key: str) -> str:
         """Wait for what was :meth:`put`, and forget it."""
         return self.client.get([key], pop=True)[0].decode()
@@ -115,6 +119,11 @@ class Rendezvous:
     def closed(self) -> str:
         """Wait until a member closes the channel, or its host is gone; returns why."""
         return self.client.wait_closed()
+
+    def stop(self) -> None:
+        """The host's last call: late comers are refused from now on. Idempotent."""
+        if self._server is not None:
+            self._server.stop()
 
     def close(self, reason: str) -> None:
         """Close the channel for all members. Idempotent."""

@@ -48,12 +48,15 @@ class StoreServer:
         threading.Thread(target=self._accept, name="store", daemon=True).start()
 
     def close(self, reason: str) -> None:
-        """End every wait with ``reason`` and stop listening. Idempotent."""
+        """End every wait with ``reason``, and tell it to those who come later. Idempotent."""
         with self._changed:
-            if self._closed is not None:
-                return
-            self._closed = reason
-            self._changed.notify_all()
+            if self._closed is None:
+                self._closed = reason
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Close, and stop listening too. Idempotent."""
+        self.close("the sender left")
         # Not close(): that would leave accept() sleeping on a descriptor that gets reused.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,206 @@
+"""The parts of the engine actor that need neither Ray nor vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+import ray.exceptions as rex
+
+from actors.adapters import RemoteActor
+from actors.home import HomeLoop
+from actors.ledger import Ledger, Live
+from actors.processes import ProcessId, kill, tree
+from actors.reporting import ActorReporter
+from actors.texts import cut_text
+from actors.transfer.wire_errors import from_wire, wire_errors
+from orchestrator.errors import ChannelError, EngineDied, EngineError, MidflightError, TransferError
+from orchestrator.types import GenerationRequest, OpContext, Prompt
+
+
+def live(name: str) -> Live:
+    return Live(GenerationRequest(name, Prompt((1,)), 100))
+
+
+def write(ledger: Ledger, request: Live, *times: float) -> None:
+    for at in times:
+        ledger.wrote(request, [7], [-1.0], at)
+
+
+async def test_a_stall_is_the_gap_over_the_swap_less_the_usual_gap() -> None:
+    ledger, one, two = Ledger(), live("one"), live("two")
+    ledger.add(one)
+    ledger.add(two)
+    write(ledger, one, 1.0, 1.1, 1.2)
+    write(ledger, two, 1.2)
+    swap = ledger.freeze("s1")
+    swap.resumed(2.0)
+    waiting = asyncio.ensure_future(swap.first_tokens())
+    write(ledger, one, 2.2, 2.3)
+    assert not waiting.done()
+    write(ledger, two, 2.3)
+    first = await waiting
+    assert first.seconds == pytest.approx(0.2)
+    assert first.stalls == pytest.approx((0.9, 1.0))
+    assert [s.seconds for s in one.stalls()] == pytest.approx([0.9])
+
+
+async def test_a_request_that_ends_or_never_wrote_is_not_waited_for() -> None:
+    ledger, ends, silent = Ledger(), live("ends"), live("silent")
+    ledger.add(ends)
+    ledger.add(silent)
+    write(ledger, ends, 1.0)
+    swap = ledger.freeze("s1")
+    swap.resumed(2.0)
+    ledger.remove(ends)
+    first = await swap.first_tokens()
+    assert (first.seconds, first.stalls) == (None, ())
+
+
+async def test_tokens_written_before_the_resume_are_no_first_tokens() -> None:
+    ledger, one = Ledger(), live("one")
+    ledger.add(one)
+    write(ledger, one, 1.0)
+    swap = ledger.freeze("s1")
+    write(ledger, one, 1.1)
+    assert not swap.all_seen
+    swap.resumed(2.0)
+    write(ledger, one, 2.5)
+    assert (await swap.first_tokens()).seconds == pytest.approx(0.5)
+
+
+def test_pieces_joined_are_the_text_and_no_character_is_cut() -> None:
+    data = "añb→c".encode()
+
+    def decode(ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    for cut in range(len(data) + 1):
+        text, pieces = cut_text(decode, [65], list(data), [cut, len(data)])
+        assert text == "añb→c"
+        assert "".join(pieces) == text
+        assert "\ufffd" not in "".join(pieces)
+
+
+def test_transfer_errors_cross_an_rpc_that_only_carries_text() -> None:
+    @wire_errors
+    def fail(error: Exception) -> None:
+        raise error
+
+    for error in (TransferError("two words"), ChannelError("line\nline")):
+        with pytest.raises(Exception, match="midflight") as caught:
+            fail(error)
+        back = from_wire(f"Call to x failed: {caught.value}, see above")
+        assert type(back) is type(error)
+        assert str(back) == str(error)
+    with pytest.raises(ValueError, match="other"):
+        fail(ValueError("other"))
+    assert from_wire("anything else") is None
+
+
+async def test_records_carry_their_operation_and_wake_the_reader() -> None:
+    reporter = ActorReporter("engine-0", limit=3)
+    reading = asyncio.ensure_future(reporter.next_events())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    with reporter.op(OpContext("run", "s1", 2, 3, "SYNCING")):
+        reporter.info("moved", bytes=5)
+    (record,) = await reading
+    wanted = {"run_id": "run", "sync_id": "s1", "step": 2, "version": 3, "state": "SYNCING"}
+    assert wanted.items() <= record.items()
+    assert (record["actor"], record["event"], record["bytes"]) == ("engine-0", "moved", 5)
+    for number in range(5):
+        reporter.info(f"n{number}")
+    events = [r["event"] for r in await reporter.next_events()]
+    assert events == ["records dropped", "n2", "n3", "n4"]
+
+
+@pytest.mark.real_time
+async def test_cancelling_a_call_cancels_it_at_home() -> None:
+    home = HomeLoop()
+    started, ended = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def work() -> None:
+        loop.call_soon_threadsafe(started.set)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+
+    async with asyncio.timeout(5):
+        task = asyncio.ensure_future(home.run(work()))
+        await started.wait()
+        task.cancel()
+        await ended.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    home.stop()
+
+
+def test_a_recycled_pid_is_never_killed() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=-1)
+    try:
+        mine = ProcessId.of(child.pid)
+        assert mine is not None
+        assert kill([ProcessId(child.pid, mine.started - 60)]) == ()
+        assert child.poll() is None
+        assert ProcessId.of(child.pid) in tree(os.getpid())
+        assert kill([mine]) == ()
+        assert child.wait(5) == -9
+    finally:
+        child.kill()
+        child.wait()
+
+
+class _Raises:
+    """A Ray method whose reference raises when awaited."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def options(self, **_: object) -> _Raises:
+        return self
+
+    async def remote(self, *_: object) -> None:
+        raise self._error
+
+
+class _Handle:
+    def __init__(self, error: Exception) -> None:
+        self.method = _Raises(error)
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (rex.ActorDiedError(), EngineDied),
+        (rex.ActorUnavailableError("x", b"0" * 16), EngineDied),
+        (rex.RayTaskError("f", "Traceback\nValueError: odd", ValueError("odd")), EngineError),
+        (rex.RayTaskError("f", "Traceback", ChannelError("words")), ChannelError),
+        (rex.GetTimeoutError("late"), EngineError),
+        (rex.ObjectStoreFullError("full"), EngineError),
+    ],
+)
+async def test_no_ray_error_leaves_the_adapter(
+    raised: Exception, expected: type[MidflightError]
+) -> None:
+    remote = RemoteActor("e", lambda t: EngineDied("e", t), lambda t: EngineError("e", t))
+    remote._handle = _Handle(raised)
+    with pytest.raises(MidflightError) as caught:
+        await remote.call("control", "method")
+    assert type(caught.value) is expected
+    assert caught.value.__cause__ is None
+    if isinstance(raised, rex.RayTaskError):
+        assert "words" in str(caught.value) or "odd" in str(caught.value)
+
+
+async def test_an_actor_that_was_not_started_says_so() -> None:
+    remote = RemoteActor("e", lambda t: EngineDied("e", t), lambda t: EngineError("e", t))
+    with pytest.raises(EngineError, match="not started"):
+        await remote.wait_dead()
+    await remote.aclose()
+    await remote.aclose()
