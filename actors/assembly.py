@@ -198,6 +198,7 @@ def make_parts(
             cpu=not checked.gpus,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             batch_invariant=bool(checked.gpus) and not checked.rocm,
+            extra=attention(checked.gpus, checked.rocm),
             log_path=str(logs / f"{name}.log"),
         )
 
@@ -242,6 +243,13 @@ def make_parts(
         hardware=checked.hardware,
         packages=checked.packages,
     )
+
+
+def attention(gpus: int, rocm: bool) -> dict[str, object]:
+    """The attention backend whose output does not depend on the batch, where there is one."""
+    if not gpus:
+        return {}
+    return {"attention_backend": "TRITON_ATTN" if rocm else "FLASH_ATTN"}
 
 
 def gpu_shares(backend: TransferBackend, engines: int, workers: int) -> dict[str, float]:
