@@ -51,6 +51,7 @@ from orchestrator.events import (
 from orchestrator.fleet import Fleet
 from orchestrator.machine import Guard, SwapMachine, Transition, Trigger
 from orchestrator.options import GenerationOptions, SwapOptions, ValidationOptions
+from orchestrator.probes import Probe, Probes, wrote_under
 from orchestrator.protocols import Engine, EngineFactory, Scorer, Trainer, WeightSender
 from orchestrator.rollouts import RolloutSource
 from orchestrator.tasks import (
@@ -63,13 +64,12 @@ from orchestrator.tasks import (
 from orchestrator.types import (
     CheckResult,
     EngineInfo,
-    GenerationRequest,
+    KVPolicy,
     OpContext,
     Outcome,
     PauseMode,
     PolicyVersion,
     Prompt,
-    RequestKind,
     Rollout,
     State,
     SyncReport,
@@ -126,7 +126,6 @@ class Orchestrator:
         self._swap = swap or SwapOptions()
         self._generation = generation or GenerationOptions()
         self._options = validation or ValidationOptions(canary=False, fresh=False)
-        self._probes = tuple(probes)
         self._observers = tuple(observers)
         if self._options.fresh and not isinstance(trainer, Trainer):
             raise ConfigError(
@@ -150,12 +149,18 @@ class Orchestrator:
             on_finished=lambda r: self._emit(RolloutFinished(time.time(), self._op(), r)),
             on_consumed=lambda r, ok: self._emit(RolloutConsumed(time.time(), self._op(), r, ok)),
         )
+        self._probes = Probes(
+            probes,
+            self._swap.pause_after_tokens + self._generation.probe_tokens,
+            self._fleet,
+            on_finished=lambda r: self._emit(RolloutFinished(time.time(), self._op(), r)),
+            on_ended=self._background_ended,
+        )
         self._cycle = SwapCycle(self._machine, self._fleet, trainer, self._validator, self._swap)
         self._sync_lock = asyncio.Lock()
         self._watchers: list[asyncio.Task[None]] = []
         self._host: asyncio.Task[Any] | None = None
         self._swapping: asyncio.Task[SyncReport] | None = None
-        self._probing: set[asyncio.Task[Rollout]] = set()
         self._fatal: BaseException | None = None
         self._unreleased: list[str] = []
         self._cancels = 0
@@ -350,8 +355,8 @@ class Orchestrator:
                     async with asyncio.timeout(budget / 8):
                         await self._fleet.abort_requests()
                 await self._source.drain(budget / 8)
-                if self._probing:
-                    await asyncio.wait(self._probing, timeout=budget / 8)
+                if self._probes.running:
+                    await asyncio.wait(self._probes.running, timeout=budget / 8)
             why = str(error or "") or (type(error).__name__ if error else "done")
             self._machine.fire(Trigger.FAIL if failed else Trigger.STOP, reason=why)
             closing = [
@@ -363,7 +368,7 @@ class Orchestrator:
                 *(str(e) for task in closed if (e := task.exception()) is not None),
                 *(f"not closed within {budget / 2:g} s" for _ in late),
             ]
-            owned: list[asyncio.Task[Any]] = [*closing, *self._probing, *self._watchers]
+            owned: list[asyncio.Task[Any]] = [*closing, *self._probes.running, *self._watchers]
             if self._swapping is not None:
                 owned.append(self._swapping)  # its calls ended with the engines
             await settle(owned)
@@ -386,22 +391,18 @@ class Orchestrator:
         while self._step < last:
             self._step = step = self._step + 1
             with operation(run_id=self.run_id, step=step, state=State.GENERATING.value):
-                probes = await self._generate_and_train(trainer, step)
+                await self._generate_and_train(trainer, step)
                 every = self._options.fresh_every
                 fresh = step == last or (every > 0 and step % every == 0)
-                await self._swap_once(step, probes, fresh=fresh, wait=True)
+                await self._swap_once(step, fresh=fresh, wait=True)
 
-    async def _generate_and_train(self, trainer: Trainer, step: int) -> list[asyncio.Task[Rollout]]:
+    async def _generate_and_train(self, trainer: Trainer, step: int) -> None:
         waiting = "rollouts"
         seconds = self._swap.timeouts.generating
         async with deadline(State.GENERATING, seconds, lambda: waiting):
             batch = await self._source.take(self._generation.prompts_per_step)
             waiting = "the trainer"
             self._trained(await trainer.train(batch, step), batch)
-            waiting = f"a live request with {self._swap.pause_after_tokens} tokens"
-            probes = self._launch_probes(step)
-            await self._until_long_enough(probes)
-        return probes
 
     def _trained(self, stats: TrainStats, batch: Sequence[Rollout]) -> None:
         rewards = stats.rewards or (None,) * len(batch)
@@ -415,55 +416,6 @@ class Orchestrator:
         )
         self._emit(TrainStepDone(time.time(), self._op(), stats, rewarded))
 
-    def _launch_probes(self, step: int) -> list[asyncio.Task[Rollout]]:
-        return [self._launch_probe(p, f"p{step}.{i}") for i, p in enumerate(self._probes)]
-
-    def _launch_probe(self, prompt: Prompt, request_id: str) -> asyncio.Task[Rollout]:
-        request = GenerationRequest(
-            request_id,
-            prompt,
-            max_tokens=self._swap.pause_after_tokens + self._generation.probe_tokens,
-            temperature=0.0,
-            kind=RequestKind.PROBE,
-        )
-
-        async def probe() -> Rollout:
-            rollout = Rollout(request, await self._fleet.generate(request))
-            self._emit(RolloutFinished(time.time(), self._op(), rollout))
-            return rollout
-
-        task = asyncio.create_task(probe(), name=request_id)
-        self._probing.add(task)
-        task.add_done_callback(self._probe_ended)
-        return task
-
-    def _probe_ended(self, task: asyncio.Task[Rollout]) -> None:
-        self._probing.discard(task)
-        self._background_ended(task)  # nobody may be waiting for a probe
-
-    async def _until_long_enough(self, probes: Sequence[asyncio.Task[Rollout]]) -> None:
-        threshold = self._swap.pause_after_tokens
-        if threshold <= 0:
-            return
-        # Probes get their replica in the first turn of their tasks, before this wait starts.
-        among = {p.get_name() for p in probes} or None
-        waits = [asyncio.create_task(self._fleet.wait_for_tokens(threshold, among))]
-        if not probes:
-            # With a full buffer no request is live, and none comes before the next batch.
-            waits.append(asyncio.create_task(self._source.idle()))
-        try:
-            # Probes that all end early would leave nothing to wait for.
-            while not any(w.done() for w in waits) and not (
-                probes and all(p.done() for p in probes)
-            ):
-                running = [p for p in probes if not p.done()]
-                await asyncio.wait([*waits, *running], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*waits, *probes):
-                if task.done():
-                    task.result()
-        finally:
-            await settle(waits)
-
     # One swap
 
     async def sync(self, *, wait: bool = True) -> SyncReport:
@@ -476,16 +428,9 @@ class Orchestrator:
         then), or Closed.
         """
         with operation(run_id=self.run_id):
-            return await self._swap_once(None, (), fresh=self._options.fresh, wait=wait)
+            return await self._swap_once(None, fresh=self._options.fresh, wait=wait)
 
-    async def _swap_once(
-        self,
-        step: int | None,
-        probes: Sequence[asyncio.Task[Rollout]],
-        *,
-        fresh: bool,
-        wait: bool,
-    ) -> SyncReport:
+    async def _swap_once(self, step: int | None, *, fresh: bool, wait: bool) -> SyncReport:
         self._refuse_when_over()
         if self._sync_lock.locked() and not wait:
             raise SyncBusy(f"a swap to version {self.version + 1} is running: wait for it")
@@ -507,7 +452,7 @@ class Orchestrator:
             )
             with operation(sync_id=update.sync_id, version=version, step=update.step):
                 swap = self._swapping = asyncio.create_task(
-                    self._swap_to(update, probes, fresh and self._options.fresh),
+                    self._swap_to(update, step is not None, fresh and self._options.fresh),
                     name=update.sync_id,
                 )
                 try:
@@ -535,11 +480,21 @@ class Orchestrator:
         if self._over:
             raise Closed("no swap starts any more: the orchestrator is closed or about to be")
 
-    async def _swap_to(
-        self, update: WeightUpdate, probes: Sequence[asyncio.Task[Rollout]], fresh: bool
-    ) -> SyncReport:
-        async with deadline(State.GENERATING, self._swap.timeouts.generating, lambda: "staging"):
+    async def _swap_to(self, update: WeightUpdate, scheduled: bool, fresh: bool) -> SyncReport:
+        """Stage, let probes get going (``scheduled``), swap.
+
+        In this order: staging takes longer than a probe on a fast engine lives.
+        """
+        probes: list[Probe] = []
+        waiting = "staging"
+        seconds = self._swap.timeouts.generating
+        async with deadline(State.GENERATING, seconds, lambda: waiting):
             sent = await self._trainer.stage(update.version)
+            if scheduled:
+                waiting = f"a live request with {self._swap.pause_after_tokens} tokens"
+                probes = self._probes.launch(f"p{update.step}.")
+                tokens = self._swap.pause_after_tokens
+                await self._probes.until_long_enough(probes, tokens, self._source.idle)
 
         async def check() -> CheckResult:
             return await self._fresh(update, probes)
@@ -552,26 +507,22 @@ class Orchestrator:
         self._emit(SwapDone(time.time(), self._op(), report))
         return report
 
-    async def _fresh(
-        self, update: WeightUpdate, probes: Sequence[asyncio.Task[Rollout]]
-    ) -> CheckResult:
-        """Probes that the swap cut, or new ones where cut ones cannot be exact.
+    async def _fresh(self, update: WeightUpdate, probes: Sequence[Probe]) -> CheckResult:
+        """Probes that the swap cut, or new ones where there are none that must be exact.
 
         ``keep`` leaves KV of the old weights in a cut request and ``wait`` cuts none; a request
         made after the swap must still equal a fresh engine's, token for token.
         """
         exact = update.pause_mode is PauseMode.ABORT or (
-            update.pause_mode is PauseMode.KEEP and update.kv_policy.value == "recompute"
+            update.pause_mode is PauseMode.KEEP and update.kv_policy is KVPolicy.RECOMPUTE
         )
-        if not (probes and exact):
-            prompts = self._probes or self._source.prompts
-            probes = [
-                self._launch_probe(p, f"{update.sync_id}-f{i}") for i, p in enumerate(prompts)
-            ]
+        ended = [await probe for probe in probes] if exact else []
+        if not wrote_under(ended, update.version):
+            prompts = self._probes.prompts or self._source.prompts
+            ended = [await p for p in self._probes.launch(f"{update.sync_id}-f", prompts)]
         trainer = self._trainer
         if not isinstance(trainer, Trainer):
             raise MidflightError("the fresh check needs a trainer that saves checkpoints")
-        ended = list(await asyncio.gather(*probes))
         checkpoint = await trainer.save_checkpoint(f"v{update.version}")
         return await self._validator.fresh(checkpoint, ended, update.version)
 

@@ -565,7 +565,7 @@ async def test_a_cancel_of_the_run_at_any_await_is_an_interruption_that_leaves_n
         rig.assert_invariants()
     else:
         pytest.fail("the run never got through")
-    assert at > 10
+    assert at >= 10
 
 
 # interrupt()
