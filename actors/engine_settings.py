@@ -31,7 +31,8 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     executor: str = "auto"
-    """vLLM's executor: ``uni``, ``mp``, ``ray``; auto: uni for one worker, ray for more."""
+    """vLLM's executor: ``uni``, ``mp``, ``ray``; auto: uni for one worker, for more ray on GPUs
+    and mp on the CPU, where vLLM has no Ray executor."""
     cpu: bool = True
     """Run on the CPU: eager, threads bound to no core, ``kv_cache_gib`` of cache."""
     threads: int = 0
@@ -40,7 +41,8 @@ class EngineSettings:
     """KV cache on the CPU; on a GPU ``gpu_memory_utilization`` decides."""
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool | None = None
-    """None: eager on the CPU, graphs on a GPU."""
+    """None: graphs on a GPU, else eager; also eager where batch invariance is asked for, since
+    torch.compile's kernels depend on the batch (H200, vLLM 0.33: 0 of 13 probes equal)."""
     batch_invariant: bool = False
     prefix_caching: bool = True
     log_path: str | None = None
@@ -58,7 +60,16 @@ class EngineSettings:
         """``executor`` with ``auto`` resolved."""
         if self.executor != "auto":
             return self.executor
-        return "uni" if self.workers == 1 else "ray"
+        if self.workers == 1:
+            return "uni"
+        return "mp" if self.cpu else "ray"
+
+    @property
+    def eager(self) -> bool:
+        """``enforce_eager`` with None resolved."""
+        if self.enforce_eager is not None:
+            return self.enforce_eager
+        return self.cpu or self.batch_invariant
 
     @property
     def offline(self) -> bool:
@@ -80,7 +91,7 @@ class EngineSettings:
             "tensor_parallel_size": self.tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
             "distributed_executor_backend": self.executor_backend,
-            "enforce_eager": self.cpu if self.enforce_eager is None else self.enforce_eager,
+            "enforce_eager": self.eager,
             "enable_prefix_caching": self.prefix_caching,
             "worker_extension_cls": WORKER_EXTENSION,
             # Neither the model's own sampling defaults nor its temperature may shape logprobs.

@@ -74,7 +74,10 @@ def random_qwen3(folder: Path, shape: dict[str, int], seed: int) -> None:
         dtype="bfloat16",
         **shape,
     )
-    Qwen3(config).to(torch.bfloat16).save_pretrained(folder)
+    # A billion random numbers take a GPU a moment and a CPU minutes.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     byte_tokenizer(config.vocab_size).save_pretrained(folder)
 
 

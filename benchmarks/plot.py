@@ -31,7 +31,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
             label=f"{method['name']} (p50 {method['stall_s']['p50'] * 1e3:.1f} ms)",
         )
     ceiling = result["ceiling"]["broadcast"]["p50_s"] * 1e3
-    left.axvline(ceiling, color="#c44e52", linestyle="--", label=f"raw broadcast {ceiling:.1f} ms")
+    what = "device copy" if result["backend"] == "ipc" else "raw broadcast"
+    left.axvline(ceiling, color="#c44e52", linestyle="--", label=f"{what} {ceiling:.1f} ms")
     left.set_xscale("log")
     left.set_xlabel("stall of a request, ms")
     left.set_ylabel("share of requests")
@@ -45,8 +46,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
         values = [(m["phases"][phase]["p50"] or 0.0) * 1e3 for m in methods]
         right.barh(names, values, left=base, color=colour, label=phase.replace("_", " "))
         base = [b + v for b, v in zip(base, values, strict=True)]
+    # Linear, so that lengths compare; a bar that sleeps for seconds is cut and says so.
+    shown = min(base) * 3
+    right.set_xlim(0, min(max(base), shown) * 1.02)
+    for row, total in enumerate(base):
+        if total > shown:
+            right.text(shown, row, f"{total / 1e3:.1f} s  \u25b6 ", ha="right", va="center",
+                       color="white", weight="bold")  # fmt: skip
     right.invert_yaxis()
-    right.set_xscale("symlog", linthresh=100)
     right.set_xlabel("time of a swap by phase, p50, ms")
     right.legend(loc="lower right", fontsize=8)
     figure.suptitle(

@@ -297,7 +297,8 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
     raw, copy = result["ceiling"]["broadcast"], result["ceiling"]["memory_copy"]
     console.print(
-        f"ceiling: raw broadcast {ms(raw['p50_s'])} ms ({raw['gb_per_s']:.2f} GB/s), "
+        f"ceiling: raw {'copy' if result['backend'] == 'ipc' else 'broadcast'} "
+        f"{ms(raw['p50_s'])} ms ({raw['gb_per_s']:.2f} GB/s), "
         f"memory copy {ms(copy['p50_s'])} ms ({copy['gb_per_s']:.2f} GB/s)"
     )
     for name, value in result["ratio"].items():

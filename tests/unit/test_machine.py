@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from pathlib import Path
 
 import pytest
 
@@ -231,3 +232,10 @@ def test_the_table_as_rows_has_a_meaning_for_each_rule() -> None:
     rows = describe()
     assert [r["trigger"] for r in rows] == [r.trigger.value for r in TABLE]
     assert all(r["meaning"] for r in rows)
+
+
+def test_the_documentation_embeds_the_diagram_of_the_table() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "machine.md").read_text()
+    assert f"```mermaid\n{mermaid()}\n```" in page
+    for rule in TABLE:
+        assert rule.meaning in page
