@@ -1,19 +1,12 @@
-"""Ray actors as the control plane's protocols; Ray's errors as ours.
-
-A remote call is cancelled when the local one is. No Ray exception leaves this module.
-"""
+"""Ray actors as the control plane's protocols; every call goes through :mod:`actors.remote`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-
-import ray
-import ray.exceptions as rex
-from ray.actor import ActorHandle
 
 from orchestrator.context import current_op
 from orchestrator.errors import (
@@ -41,146 +34,11 @@ from orchestrator.types import (
     WeightUpdate,
 )
 
-from . import processes
 from .engine_settings import EngineSettings
-from .reporting import Record
-from .transfer.rendezvous import node_id
+from .remote import OnEvent, RemoteActor
 
-OnEvent = Callable[[str, Record], None]
-"""Called in the event loop with the actor's name and each of its log records."""
-
-CLOSE_S = 5.0
-"""What an actor may take to close itself before it is killed."""
-KILL_S = 2.0
-"""What Ray may take to kill an actor before we do."""
 CANCEL_S = 2.0
 """What an actor may take to end a cancelled request before we stop waiting for it."""
-
-
-class RemoteActor:
-    """One Ray actor: its calls, its log, its death and its processes."""
-
-    def __init__(
-        self,
-        name: str,
-        died: Callable[[str], MidflightError],
-        failed: Callable[[str], MidflightError],
-        on_event: OnEvent | None = None,
-    ) -> None:
-        self.name = name
-        self._died, self._failed = died, failed
-        self._on_event = on_event
-        self._handle: ActorHandle | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._death: asyncio.Future[str] | None = None
-        self._belongings = processes.Belongings("", (), frozenset())
-        self._closing: asyncio.Task[None] | None = None
-
-    async def launch(
-        self,
-        cls: type[Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        groups: Mapping[str, int],
-        options: Mapping[str, Any],
-    ) -> None:
-        """Create the actor (once) and wait until its process is there."""
-        if self._handle is not None or self._closing is not None:
-            raise self._failed("it was started before, or is closed")
-        counted = type(cls.__name__, (processes.Counted, cls), {})
-        remote = ray.remote(
-            num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups=dict(groups)
-        )(counted)
-        self._handle = remote.options(**options).remote(*args, **kwargs)
-        self._death = asyncio.get_running_loop().create_future()
-        await self.count()
-        self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._watch())]
-
-    async def count(self) -> None:
-        """Note what is the actor's, so that it can be removed when the actor cannot answer."""
-        self._belongings = await self.call("watch", "belongings")
-
-    async def call(self, group: str, method: str, *args: Any) -> Any:
-        """Call ``method`` in concurrency group ``group``; errors are ours."""
-        handle = self._handle
-        if handle is None:
-            raise self._failed("it was not started")
-        if self._closing is not None and method != "aclose":
-            raise self._died("it was closed")
-        ref = getattr(handle, method).options(concurrency_group=group).remote(*args)
-        problem: MidflightError
-        try:
-            return await ref
-        except asyncio.CancelledError:
-            with contextlib.suppress(Exception):
-                ray.cancel(ref)
-            raise
-        except rex.RayTaskError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, MidflightError):
-                problem = cause
-            else:
-                problem = self._failed(f"{method}: {_last_line(cause or error)}")
-        except rex.RayActorError as error:
-            problem = self._died(_cause_of_death(error))
-        except rex.RayError as error:
-            problem = self._failed(f"{method}: {type(error).__name__}: {_first_line(error)}")
-        raise problem from None
-
-    async def wait_dead(self) -> str:
-        """Return why the actor, or what it depends on, is gone; never while it lives."""
-        if self._death is None:
-            raise self._failed("it was not started")
-        return await asyncio.shield(self._death)
-
-    async def aclose(self) -> None:
-        """Close the actor, then kill it and its processes. Idempotent; finishes if cancelled."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        handle = self._handle
-        killed = False
-        if handle is not None:
-            if ray.is_initialized():
-                with contextlib.suppress(MidflightError, TimeoutError):
-                    await asyncio.wait_for(self.call("control", "aclose", current_op()), CLOSE_S)
-                with contextlib.suppress(Exception):
-                    ray.kill(handle, no_restart=True)
-                    killed = True
-            if self._belongings.node == node_id():
-                # Ray's own kill first: it would report one of ours as a crash.
-                await asyncio.to_thread(
-                    processes.kill,
-                    self._belongings.processes,
-                    first_wait_s=KILL_S if killed else 0.0,
-                )
-                processes.unlink(self._belongings.shared_memory)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._death is not None and not self._death.done():
-            self._death.set_result("it was closed")
-
-    async def _pump(self) -> None:
-        while True:
-            try:
-                records = await self.call("watch", "next_events")
-            except MidflightError:
-                return  # the actor is gone; _watch says so
-            if self._on_event is not None:
-                for record in records:
-                    self._on_event(self.name, record)
-
-    async def _watch(self) -> None:
-        assert self._death is not None
-        try:
-            cause = str(await self.call("watch", "watch"))
-        except MidflightError as error:
-            cause = str(error)
-        if not self._death.done():
-            self._death.set_result(cause)
 
 
 class RayEngine:
@@ -372,22 +230,3 @@ class RayTrainer:
 
     async def _call(self, group: str, method: str, *args: Any) -> Any:
         return await self._remote.call(group, method, current_op(), *args)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _last_line(error: BaseException) -> str:
-    """What went wrong: the end of a traceback, or the message."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
-
-
-def _cause_of_death(error: BaseException) -> str:
-    wanted = ("worker process", "killed", "died", "exit", "unavailable")
-    for line in str(error).splitlines():
-        if any(word in line.lower() for word in wanted) and "class_name" not in line:
-            return f"its actor process is gone: {line.strip()}"
-    return f"its actor process is gone: {_first_line(error)}"

@@ -11,6 +11,8 @@ import contextlib
 import logging
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -33,7 +35,8 @@ OnActorEvent = Callable[[str, dict[str, Any]], None]
 PROBES = 13
 """Prompts that also run greedily across every swap."""
 CONNECT_S = 10.0
-"""What a Ray cluster may take to accept a connection."""
+"""What a Ray cluster may take to answer."""
+_GREET = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Largest log-probability difference between two implementations of one model, by dtype."""
 
@@ -81,6 +84,7 @@ def preflight(settings: Settings) -> Prepared:
         learning_rate=settings.learning_rate,
         cache_dir=settings.cache_dir,
     )
+    check_executor(settings.executor, checked.gpus)
     if settings.transfer_dtype != "auto":
         checked = replace(checked, wire_dtype=settings.transfer_dtype)
     rate = settings.min_pass_rate
@@ -92,19 +96,47 @@ def preflight(settings: Settings) -> Prepared:
     )
 
 
+def check_executor(executor: str, gpus: int) -> None:
+    """ConfigError for an executor that cannot run here."""
+    if executor == "ray" and not gpus:
+        raise ConfigError(
+            "--executor ray needs GPUs and none is visible (vLLM has no Ray executor on the CPU): "
+            "use auto or mp"
+        )
+
+
 def reachable(address: str) -> None:
-    """ConfigError unless something listens at ``address`` (Ray itself would retry for minutes)."""
+    """ConfigError unless a Ray cluster answers at ``address``, within CONNECT_S.
+
+    Ray itself would retry for minutes. Something else may listen there and say nothing; a
+    client that waits for it cannot be interrupted, so it is asked in a process of its own.
+    """
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
+    problem = None
     try:
         with socket.create_connection((host, int(port)), timeout=CONNECT_S):
-            return
+            pass
+        if not address.startswith("ray://"):
+            asked = subprocess.run(
+                [sys.executable, "-c", _GREET, address],
+                capture_output=True,
+                text=True,
+                timeout=CONNECT_S,
+                check=False,
+            )
+            if asked.returncode:
+                problem = (asked.stderr.strip().splitlines() or ["it answers wrongly"])[-1]
+    except subprocess.TimeoutExpired:
+        problem = f"something listens there, but gave no answer within {CONNECT_S:g} s"
     except (OSError, ValueError) as error:
+        problem = str(error)
+    if problem is not None:
         raise ConfigError(
-            f"no Ray cluster at --ray-address {address!r}: {error}. Start one with `ray start "
+            f"no Ray cluster at --ray-address {address!r}: {problem}. Start one with `ray start "
             "--head`, or leave the flag out for a local one"
-        ) from None
+        )
 
 
 @asynccontextmanager
@@ -142,6 +174,8 @@ async def connected(address: str | None, logs: Path) -> AsyncIterator[None]:
         try:
             await asyncio.to_thread(ray.init, **arguments)
         except (ConnectionError, RuntimeError, ValueError) as error:
+            if address is not None:
+                raise ConfigError(f"cannot attach to --ray-address {address!r}: {error}") from error
             raise EngineError("ray", f"Ray did not start: {error}") from error
         try:
             yield
@@ -156,15 +190,18 @@ def ray_logs_to(path: Path) -> Iterator[None]:
     Its warnings reach a user as errors of ours, or not at all: what it says while it starts
     (tokens, signal handlers) concerns nobody.
     """
-    logger = logging.getLogger("ray")
-    before = logger.handlers[:]
+    # Of the outer one ray.init drops all handlers, ours too.
+    loggers = [logging.getLogger(name) for name in ("ray", "ray._private")]
+    before = [logger.handlers[:] for logger in loggers]
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logger.handlers[:] = [handler]
+    for logger in loggers:
+        logger.handlers[:] = [handler]
     try:
         yield
     finally:
-        logger.handlers[:] = before
+        for logger, handlers in zip(loggers, before, strict=True):
+            logger.handlers[:] = handlers
         handler.close()
 
 
@@ -265,5 +302,5 @@ def gpu_shares(backend: TransferBackend, engines: int, workers: int) -> dict[str
         return {"trainer": 1, "engine": 0, "fresh": 0}
     if backend is TransferBackend.NCCL:
         return {"trainer": 1, "engine": 0.6, "fresh": 0.4}
-    part = round(1 / (engines + 2), 3)
+    part = 1000 // (engines + 2) / 1000  # rounded down: the last one must fit too
     return {"trainer": part, "engine": part, "fresh": part}

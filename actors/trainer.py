@@ -84,7 +84,8 @@ class TrainerActor:
         """``device``: torch's name; None: ``cuda`` for a GPU backend, else ``cpu``.
 
         ``wire_dtype``: declared cast to the engines' dtype. ``host``: where the channel
-        listens, reachable by the engines. ``log_path``: where this process's output goes.
+        listens, reachable by the engines; ``auto``: this node's address as Ray knows it.
+        ``log_path``: where this process's output goes.
         """
         if log_path is not None:
             redirect_output(log_path)
@@ -97,7 +98,7 @@ class TrainerActor:
         self._seed, self._wire_dtype = seed, wire_dtype
         gpu = self._backend is not TransferBackend.GLOO
         self._device = device or ("cuda" if gpu else "cpu")
-        self._threads, self._host = threads, host
+        self._threads, self._host = threads, node_address() if host == "auto" else host
         self._pools = {
             pool: ThreadPoolExecutor(1, f"{name}-{pool}", initializer=self._set_threads)
             for pool in ("work", "link", "files", "control")
@@ -123,7 +124,10 @@ class TrainerActor:
                 "start it again with the other"
             )
         sender = self._started(self._sender)
-        return await self._run(ctx, "link", sender.listen, world_size, timeout_s, self._host)
+        spec = await self._run(ctx, "link", sender.listen, world_size, timeout_s, self._host)
+        with self._reporter.op(ctx):
+            self._reporter.info("channel listens", host=spec.host, port=spec.port)
+        return spec
 
     async def open_channel(self, ctx: OpContext, spec: ChannelSpec) -> None:
         """Join as rank 0 and prove the channel."""
@@ -320,6 +324,15 @@ class TrainerActor:
             )
         self._reporter.info("checkpoint saved", path=str(path))
         return str(path)
+
+
+def node_address() -> str:
+    """This node's address, as other nodes of the Ray cluster reach it (ConfigError without Ray)."""
+    import ray
+
+    if not ray.is_initialized():
+        raise ConfigError("host 'auto' asks Ray for this node's address: pass one outside of Ray")
+    return str(ray.util.get_node_ip_address())
 
 
 class _StagedGuard:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from orchestrator.continuation import joined, rest_of
 from orchestrator.errors import EngineError
 from orchestrator.protocols import Digests, Engine, FirstTokens, WeightSender
+from orchestrator.replica import Replica, first_ranks
 from orchestrator.tasks import all_or_first_error, first_error, settle, uninterrupted
 from orchestrator.types import (
     ChannelSpec,
@@ -25,7 +27,6 @@ from orchestrator.types import (
     PauseAck,
     PauseMode,
     PolicyVersion,
-    TokenSpan,
     TransferBackend,
     TransferStats,
     WeightUpdate,
@@ -35,66 +36,6 @@ T = TypeVar("T")
 
 CLOSE_S = 5.0
 """Seconds for a side of the channel, or for a fresh engine, to close."""
-
-
-def first_ranks(workers: Sequence[int]) -> list[int]:
-    """First rank of each replica in a transfer group; rank 0 is the sender.
-
-    >>> first_ranks([2, 1, 4])
-    [1, 3, 4]
-    """
-    ranks, next_rank = [], 1
-    for count in workers:
-        ranks.append(next_rank)
-        next_rank += count
-    return ranks
-
-
-def joined(head: Completion | None, tail: Completion) -> Completion:
-    """A completion continued by another one that was prompted with its tokens."""
-    if head is None:
-        return tail
-    offset = len(head.token_ids)
-    spans = list(head.spans)
-    texts = list(head.span_texts)
-    for span, text in zip(tail.spans, tail.span_texts or ("",) * len(tail.spans), strict=True):
-        moved = TokenSpan(span.version, span.start + offset, span.end + offset)
-        if spans and spans[-1].version == moved.version and spans[-1].end == moved.start:
-            spans[-1] = TokenSpan(moved.version, spans[-1].start, moved.end)
-            texts[-1:] = [texts[-1] + text] if texts else [text]
-        else:
-            spans.append(moved)
-            texts.append(text)
-    return replace(
-        tail,
-        request_id=head.request_id,
-        token_ids=head.token_ids + tail.token_ids,
-        logprobs=head.logprobs + tail.logprobs,
-        spans=tuple(spans),
-        text=head.text + tail.text,
-        span_texts=tuple(texts),
-        stalls=head.stalls + tail.stalls,
-    )
-
-
-@dataclass(slots=True)
-class Replica:
-    """One engine and what the fleet knows of it."""
-
-    engine: Engine
-    info: EngineInfo | None = None
-    fenced: bool = False
-    dirty: bool = False
-    applied: PolicyVersion | None = None
-    """Version of the last update it finished, committed or not."""
-    paused: bool = False
-    live: set[str] = field(default_factory=set)
-    """Ids of the requests it was given and has not answered."""
-
-    @property
-    def name(self) -> str:
-        """The engine's name."""
-        return self.engine.name
 
 
 class Fleet:
@@ -217,14 +158,7 @@ class Fleet:
                 return done
             if left <= 0:
                 return replace(done, finish_reason=FinishReason.LENGTH)
-            part = replace(
-                request,
-                request_id=f"{request.request_id}+{len(done.token_ids)}",
-                prompt=replace(request.prompt, token_ids=request.prompt.token_ids + done.token_ids),
-                max_tokens=left,
-                # The same seed would repeat the random numbers of the first part.
-                seed=None if request.seed is None else request.seed + len(done.token_ids) + 1,
-            )
+            part = rest_of(request, done)
 
     def _must_serve(self) -> list[Replica]:
         serving = self.serving

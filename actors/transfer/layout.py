@@ -130,21 +130,6 @@ def manifest_from_wire(rows: Sequence[Sequence[object]]) -> tuple[TensorSpec, ..
     return tuple(spec_from_row(row) for row in rows)
 
 
-def rank_offsets(world_sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """First rank of each replica and the size of the group; rank 0 is the sender.
-
-    ``rank_offsets([2, 1, 4]) == ((1, 3, 4), 8)``.
-    """
-    offsets: list[int] = []
-    rank = 1
-    for size in world_sizes:
-        if size < 1:
-            raise ChannelError(f"a replica has {size} workers: it needs at least one")
-        offsets.append(rank)
-        rank += size
-    return tuple(offsets), rank
-
-
 def worker_rank(first_rank: int, workers: int, data_parallel_index: int, rank: int) -> int:
     """Rank of one worker: ``workers`` is the worker count of one data-parallel copy."""
     return first_rank + data_parallel_index * workers + rank

@@ -10,10 +10,10 @@ import sys
 import pytest
 import ray.exceptions as rex
 
-from actors.adapters import RemoteActor
 from actors.home import HomeLoop
 from actors.ledger import Ledger, Live
 from actors.processes import ProcessId, kill, tree
+from actors.remote import RemoteActor
 from actors.reporting import ActorReporter
 from actors.texts import cut_text
 from actors.transfer.wire_errors import from_wire, wire_errors

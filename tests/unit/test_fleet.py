@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.continuation import joined
 from orchestrator.errors import ChannelError, EngineDied, EngineError, TrainerError
-from orchestrator.fleet import CLOSE_S, Fleet, first_ranks, joined
+from orchestrator.fleet import CLOSE_S, Fleet
+from orchestrator.replica import first_ranks
 from orchestrator.tasks import settle
 from orchestrator.testing import FakeEngine, FakeTrainer, FakeWorld, all_blocked
 from orchestrator.types import (

@@ -1,0 +1,181 @@
+"""vLLM's engine core: brought up, watched, closed.
+
+After a SIGKILL of the core's processes vLLM answers nothing and fails nothing: every call to it
+is raced against their death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from orchestrator.errors import EngineDied, EngineError, MidflightError
+from orchestrator.types import EngineInfo
+
+from . import vllm_compat
+from .engine_settings import EngineSettings
+from .processes import (
+    ACTOR_ENV,
+    free_shared_memory,
+    gone,
+    kill,
+    shared_memory,
+    tree,
+    unlink,
+)
+from .reporting import ActorReporter
+from .transfer.wire_errors import from_wire
+
+T = TypeVar("T")
+GRACE_S = 3.0
+"""What vLLM may take to leave a GPU before its processes are killed. On a CPU they are killed
+at once: they hold nothing but memory, and never end within seconds by themselves."""
+
+
+class Core:
+    """One ``AsyncLLM`` and its processes. Lives in ``loop``; made on any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: EngineSettings,
+        reporter: ActorReporter,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.name = name
+        self.tokenizer: Any = None
+        """vLLM's, once the core is up; None if it has none."""
+        self._settings = settings
+        self._reporter = reporter
+        self._llm: Any = None
+        self._dead: asyncio.Future[str] = loop.create_future()
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def start(self) -> EngineInfo:
+        """Bring vLLM up. Blocks no loop; EngineError with vLLM's reason if it fails."""
+        settings = self._settings
+        os.environ.update(
+            vllm_compat.engine_environment(
+                cpu=settings.cpu,
+                offline=settings.offline,
+                threads=settings.compute_threads,
+                batch_invariant=settings.batch_invariant,
+            )
+        )
+        os.environ[ACTOR_ENV] = str(os.getpid())
+        began = time.perf_counter()
+        try:
+            self._llm = await asyncio.to_thread(vllm_compat.make_llm, settings.arguments())
+        except Exception as error:
+            raise EngineError(
+                self.name,
+                f"vLLM did not start: {type(error).__name__}: {error}"
+                + (f" (its output: {settings.log_path})" if settings.log_path else ""),
+            ) from None
+        self._reporter.forward_logger("vllm")
+        self._watcher = asyncio.create_task(self._watch(vllm_compat.core_pids(self._llm)))
+        self.tokenizer = self._llm.get_tokenizer()
+        facts = vllm_compat.model_facts(self._llm)
+        info = EngineInfo(
+            name=self.name,
+            workers=facts["workers"],
+            dtype=facts["dtype"],
+            max_model_len=facts["max_model_len"],
+            vocab_size=facts["vocab_size"],
+            pids=tuple(p.pid for p in tree(os.getpid())),
+            node_ip=_node_ip(),
+            packages=vllm_compat.packages(),
+            hardware=vllm_compat.hardware(),
+        )
+        self._reporter.info(
+            "engine up",
+            seconds=round(time.perf_counter() - began, 3),
+            model=settings.model,
+            dtype=info.dtype,
+            workers=info.workers,
+        )
+        return info
+
+    @property
+    def dead(self) -> bool:
+        """Whether its processes are gone, or it was closed."""
+        return self._dead.done()
+
+    @property
+    def up(self) -> bool:
+        """Whether it was started and can be called."""
+        return self._llm is not None and not self.dead
+
+    async def wait_dead(self) -> str:
+        """Wait until the core is gone; returns why. Event-driven."""
+        return await asyncio.shield(self._dead)
+
+    def running(self) -> Any:
+        """The ``AsyncLLM`` (EngineDied, or EngineError if it was not started)."""
+        if self._dead.done():
+            raise EngineDied(self.name, self._dead.result())
+        if self._llm is None:
+            raise EngineError(self.name, "it was not started, or is closed")
+        return self._llm
+
+    async def or_death(self, work: Awaitable[T]) -> T:
+        """Await ``work``, which is cancelled if the core dies first; errors become ours."""
+        task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, self._dead}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise EngineDied(self.name, self._dead.result())
+        except (MidflightError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise self.translate(error) from None
+        finally:
+            if not task.done():
+                task.cancel()
+
+    def translate(self, error: Exception) -> MidflightError:
+        """An error of vLLM's as ours: the core's death, what a worker raised, or EngineError."""
+        if self._dead.done():
+            return EngineDied(self.name, self._dead.result())
+        text = str(error)
+        if (ours := from_wire(text)) is not None:
+            return ours
+        return EngineError(self.name, f"{type(error).__name__}: {text}")
+
+    async def close(self) -> None:
+        """Stop vLLM, fail its requests, remove its processes and shared memory. Idempotent."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        llm, self._llm = self._llm, None
+        if not self._dead.done():
+            self._dead.set_result("it was closed")
+        own = [p for p in tree(os.getpid()) if p.pid != os.getpid()]
+        self._reporter.stop_forwarding()
+        if llm is not None:
+            vllm_compat.fail_requests(llm, EngineDied(self.name, "it was closed"))
+            if not self._settings.cpu:
+                await asyncio.to_thread(vllm_compat.shutdown, llm, GRACE_S)
+        shared = shared_memory(tree(os.getpid()))
+        await asyncio.to_thread(kill, own)
+        await asyncio.to_thread(free_shared_memory)
+        unlink(shared)
+
+    async def _watch(self, pids: tuple[int, ...]) -> None:
+        pid = await gone(pids)
+        cause = f"its engine core (pid {pid}) is gone"
+        if not self._dead.done():
+            self._dead.set_result(cause)
+        self._reporter.error("engine core died", pid=pid)
+        if self._llm is not None:
+            vllm_compat.fail_requests(self._llm, EngineDied(self.name, cause))
+
+
+def _node_ip() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "127.0.0.1"

@@ -1,0 +1,194 @@
+"""The weights a replica serves, and the channel that new ones arrive over.
+
+They are in one of three states: *clean* (a committed version), *receiving* (between ``start``
+and ``finish``) and *dirty* (an update failed). Only clean weights are ever served; dirty ones
+become clean by a whole new update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Literal
+
+from orchestrator.errors import ChannelError, EngineError, MidflightError, TransferError
+from orchestrator.types import (
+    ChannelSpec,
+    PolicyVersion,
+    TransferBackend,
+    TransferStats,
+    WeightUpdate,
+)
+
+from . import vllm_compat
+from .core import Core
+from .reporting import ActorReporter
+from .transfer.channel import Channel
+from .transfer.inbox import Invitation
+from .transfer.rendezvous import Rendezvous
+
+
+class Weights:
+    """Weights of one replica. Its caller runs one of the changing calls at a time."""
+
+    def __init__(
+        self, core: Core, backend: TransferBackend | None, reporter: ActorReporter
+    ) -> None:
+        self.version = PolicyVersion(0)
+        """Last version that arrived whole."""
+        self._core = core
+        self._backend = backend
+        self._reporter = reporter
+        self._state: Literal["clean", "receiving", "dirty"] = "clean"
+        self._why_dirty = ""
+        self._epoch = 0
+        self._channel: Channel | None = None
+        self._spec: ChannelSpec | None = None
+        self._first_rank = -1
+        self._digest_calls = 0
+
+    @property
+    def cache_salt(self) -> str:
+        """Names what a KV cache is computed with, so that no version reuses another's."""
+        return f"{self.version}.{self._epoch}"
+
+    def must_be_whole(self) -> None:
+        """EngineError unless the weights are clean."""
+        if self._state != "clean":
+            raise EngineError(
+                self._core.name,
+                f"its weights are half applied ({self._why_dirty or 'update under way'}): "
+                "it may only serve after a whole new update",
+            )
+
+    # the channel
+
+    async def open_channel(self, spec: ChannelSpec, first_rank: int, *, paused: bool) -> None:
+        """Join the transfer group with all workers; the known pattern must arrive."""
+        llm, name = self._core.running(), self._core.name
+        if spec.backend is not self._backend:
+            raise ChannelError(
+                f"engine {name} was started for "
+                f"{self._backend or 'no swaps'}, the channel is {spec.backend}"
+            )
+        # vLLM calls a paused engine sleeping too.
+        if not paused and await self._core.or_death(llm.is_sleeping()):
+            raise ChannelError(f"engine {name} sleeps: wake it up before a swap")
+        self._channel = None
+        invitation = asdict(Invitation.of(spec, first_rank))
+        meeting = await asyncio.to_thread(
+            Rendezvous.join,
+            spec.host,
+            spec.port,
+            spec.nonce,
+            spec.timeout_s,
+            str(spec.extra.get("node", "")),
+        )
+        self._channel, self._spec, self._first_rank = Channel(meeting), spec, first_rank
+        try:
+            await self._core.or_death(vllm_compat.open_receivers(llm, {"invitation": invitation}))
+        except MidflightError:
+            self._channel = None
+            raise
+        self._reporter.info(
+            "channel open", backend=spec.backend.value, rank=first_rank, bytes=spec.nbytes
+        )
+
+    async def close_channel(self) -> None:
+        """Leave the group. Idempotent; ends a transfer that is under way."""
+        channel, self._channel = self._channel, None
+        if channel is None:
+            return
+        # Over the store first: a worker that sits in a transfer answers no RPC until it fails.
+        await asyncio.to_thread(channel.close, f"engine {self._core.name} left")
+        if self._core.up:
+            await self._core.or_death(self._core.running().collective_rpc("midflight_close"))
+
+    def _open(self) -> Channel:
+        if self._channel is None:
+            raise ChannelError(f"engine {self._core.name} has no open channel")
+        return self._channel
+
+    # one update
+
+    async def start(self, update: WeightUpdate) -> None:
+        """From here on the weights are not to be served."""
+        llm = self._core.running()
+        self._open()
+        if self._state != "clean":
+            await self._core.or_death(llm.collective_rpc("midflight_forget"))
+        self._state = "receiving"
+        self._epoch += 1
+        with self._dirty_on_error(f"update {update.sync_id} did not start"):
+            await self._core.or_death(llm.start_weight_update())
+
+    async def receive(self, update: WeightUpdate) -> TransferStats:
+        """Receive every tensor and load it. Returns when the data is usable."""
+        llm, spec = self._core.running(), self._receiving(update)
+        began = time.perf_counter()
+        with self._dirty_on_error(f"update {update.sync_id} did not arrive"):
+            await self._core.or_death(vllm_compat.receive(llm, {"sync_id": update.sync_id}))
+        return TransferStats(spec.nbytes, time.perf_counter() - began)
+
+    async def finish(self, update: WeightUpdate) -> None:
+        """Finalise; tokens written from now on carry ``update.version``."""
+        llm = self._core.running()
+        self._receiving(update)
+        with self._dirty_on_error(f"update {update.sync_id} was not finished"):
+            await self._core.or_death(llm.finish_weight_update(str(update.version)))
+        self._state, self.version = "clean", update.version
+
+    async def digests(self) -> dict[str, str]:
+        """Digests of the staged bytes; the same on all workers, else TransferError."""
+        meeting, first_rank = self._open().meeting, self._first_rank
+        self._digest_calls += 1
+        key = f"digest/{self._core.name}/{self._digest_calls}"
+        llm = self._core.running()
+        await self._core.or_death(llm.collective_rpc("midflight_digest", args=(key,)))
+        answers: dict[int, dict[str, str]] = {}
+        for rank in range(first_rank, first_rank + vllm_compat.model_facts(llm)["workers"]):
+            text = await self._core.or_death(asyncio.to_thread(meeting.take, f"{key}/{rank}"))
+            answer = json.loads(text)
+            if "error" in answer:
+                raise TransferError(f"rank {rank} could not digest: {answer['error']}")
+            answers[rank] = answer["digests"]
+        return same_on_all(self._core.name, answers)
+
+    def _receiving(self, update: WeightUpdate) -> ChannelSpec:
+        self._open()
+        assert self._spec is not None
+        if self._state != "receiving":
+            raise TransferError(
+                f"engine {self._core.name} is not in an update ({self._state}"
+                f"{': ' + self._why_dirty if self._why_dirty else ''}): start {update.sync_id} anew"
+            )
+        return self._spec
+
+    @contextlib.contextmanager
+    def _dirty_on_error(self, why: str) -> Iterator[None]:
+        """Mark the weights dirty if the block does not end well, cancellation included."""
+        try:
+            yield
+        except BaseException as error:
+            self._state = "dirty"
+            self._why_dirty = f"{why}: {str(error) or type(error).__name__}"
+            self._reporter.error("update failed", reason=self._why_dirty)
+            raise
+
+
+def same_on_all(engine: str, answers: Mapping[int, dict[str, str]]) -> dict[str, str]:
+    """The digests (by tensor) that every rank of ``answers`` has (TransferError if they differ)."""
+    first_rank = min(answers)
+    first = answers[first_rank]
+    for rank, found in answers.items():
+        differing = [name for name in first if found.get(name) != first[name]]
+        if differing or len(found) != len(first):
+            raise TransferError(
+                f"ranks {first_rank} and {rank} of engine {engine} received different "
+                f"bytes: {', '.join(differing[:8])}"
+            )
+    return first

@@ -1,0 +1,61 @@
+"""What is decided before the actors of a run are made."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from actors.assembly import check_executor, gpu_shares, reachable
+from actors.engine_settings import EngineSettings
+from actors.trainer import TrainerActor
+from orchestrator.errors import ConfigError
+from orchestrator.types import TransferBackend
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpu", "expected"),
+    [(1, True, "uni"), (1, False, "uni"), (2, True, "mp"), (2, False, "ray")],
+)
+def test_the_executor_is_one_that_runs_here(workers: int, cpu: bool, expected: str) -> None:
+    settings = EngineSettings(model="m", tensor_parallel_size=workers, cpu=cpu)
+    assert settings.arguments()["distributed_executor_backend"] == expected
+    check_executor(expected, gpus=0 if cpu else workers)
+
+
+def test_vllms_ray_executor_without_a_gpu_is_refused() -> None:
+    """Case 34: vLLM itself says so after half a minute, in a log."""
+    with pytest.raises(ConfigError, match=r"--executor ray needs GPUs and none is visible.*mp"):
+        check_executor("ray", gpus=0)
+    asked = EngineSettings(model="m", executor="ray").arguments()
+    assert asked["distributed_executor_backend"] == "ray"
+
+
+def test_nobody_at_the_address_of_the_cluster_is_refused() -> None:
+    """Case 37."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*refused.*ray start --head"):
+        reachable(f"127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match="no Ray cluster at --ray-address 'nowhere'"):
+        reachable("nowhere")
+
+
+def test_a_trainer_that_must_ask_ray_for_its_address_needs_ray() -> None:
+    """Case 37: never loopback by default where engines may be on other nodes."""
+    with pytest.raises(ConfigError, match="pass one outside of Ray"):
+        TrainerActor(
+            trainer_path="t",
+            engine_path="e",
+            run_dir="r",
+            backend=TransferBackend.GLOO,
+            learning_rate=1e-3,
+            host="auto",
+        )
+
+
+@pytest.mark.parametrize("engines", range(1, 9))
+def test_trainer_engines_and_the_fresh_one_fit_on_one_gpu(engines: int) -> None:
+    share = gpu_shares(TransferBackend.IPC, engines, workers=1)
+    # Ray counts in steps of 1/10000: one too much and the last actor waits for ever.
+    assert 0.99 < share["trainer"] + engines * share["engine"] + share["fresh"] <= 1
