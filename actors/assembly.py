@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from actors.rewards import DEFAULT_REWARD
 from orchestrator.config import Settings
 from orchestrator.errors import ConfigError, EngineError
 from orchestrator.protocols import Engine, EngineFactory, Trainer
+from orchestrator.tasks import uninterrupted
 from orchestrator.types import Prompt, TransferBackend
 
 if TYPE_CHECKING:
@@ -85,8 +86,16 @@ def preflight(settings: Settings) -> Prepared:
         cache_dir=settings.cache_dir,
     )
     check_executor(settings.executor, checked.gpus)
-    if settings.transfer_dtype != "auto":
-        checked = replace(checked, wire_dtype=settings.transfer_dtype)
+    if settings.transfer_dtype not in ("auto", checked.dtype):
+        raise ConfigError(
+            f"--transfer-dtype {settings.transfer_dtype}: the engines hold {checked.dtype}, and "
+            f"what they receive must be just that. Leave it out, or give --dtype too"
+        )
+    if "canary" in settings.validate_ and all(len(p.token_ids) < 2 for p in checked.prompts):
+        raise ConfigError(
+            "the canary check scores prompt tokens after the first, and every prompt has only one: "
+            "give longer prompts, or --validate digest,fresh"
+        )
     rate = settings.min_pass_rate
     tolerance = settings.canary_tolerance
     return Prepared(
@@ -172,15 +181,14 @@ async def connected(address: str | None, logs: Path) -> AsyncIterator[None]:
         arguments["address"] = address
     with ray_logs_to(logs / "ray.log"):
         try:
-            await asyncio.to_thread(ray.init, **arguments)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            if address is not None:
-                raise ConfigError(f"cannot attach to --ray-address {address!r}: {error}") from error
-            raise EngineError("ray", f"Ray did not start: {error}") from error
-        try:
+            # Never abandoned half-way: a Ray that comes up behind a cancel would outlive us.
+            try:
+                await uninterrupted(asyncio.to_thread(ray.init, **arguments))
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise EngineError("ray", f"Ray did not start: {error}") from error
             yield
         finally:
-            await asyncio.to_thread(ray.shutdown)
+            await uninterrupted(asyncio.to_thread(ray.shutdown))
 
 
 @contextlib.contextmanager

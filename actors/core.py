@@ -145,6 +145,10 @@ class Core:
         text = str(error)
         if (ours := from_wire(text)) is not None:
             return ours
+        if type(error).__name__ == "EngineDeadError":
+            log = self._settings.log_path
+            where = f" (its output: {log})" if log else ""
+            return EngineDied(self.name, f"its engine core failed{where}")
         return EngineError(self.name, f"{type(error).__name__}: {text}")
 
     async def close(self) -> None:

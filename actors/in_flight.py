@@ -202,7 +202,7 @@ class Requests:
             finish_reason=vllm_compat.finish_reason(final.finish_reason),
             text=text,
             span_texts=pieces,
-            stalls=live.stalls(),
+            stalls=tuple(live.stalls),
         )
 
     async def _submit(

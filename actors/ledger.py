@@ -26,18 +26,13 @@ class Live:
     """When it wrote last."""
     gaps: list[float] = field(default_factory=list)
     """Seconds a token, one entry an output, without those that span a swap."""
-    waits: list[tuple[str, float]] = field(default_factory=list)
-    """(sync id, last token before to first token after) of each swap it went through."""
+    stalls: list[Stall] = field(default_factory=list)
+    """What each swap it went through cost it."""
 
     @property
     def median_gap(self) -> float | None:
         """Seconds between its tokens, usually."""
         return statistics.median(self.gaps) if self.gaps else None
-
-    def stalls(self, usual: float = 0.0) -> tuple[Stall, ...]:
-        """Its stalls; ``usual`` stands in where it wrote too little to have a median."""
-        gap = self.median_gap if self.gaps else usual
-        return tuple(Stall(sync, max(0.0, seconds - (gap or 0.0))) for sync, seconds in self.waits)
 
 
 class Swap:
@@ -47,6 +42,10 @@ class Swap:
         self.sync_id = sync_id
         self.frozen = [live for live in frozen if live.last_at is not None]
         self._waiting = set(self.frozen)
+        medians = [m for live in self.frozen if (m := live.median_gap) is not None]
+        self._usual_gap = statistics.median(medians) if medians else 0.0
+        """Stands in where a request wrote too little to have a median of its own."""
+        self._stalls: list[float] = []
         self._resumed_at: float | None = None
         self._first: float | None = None
         self._all_seen = asyncio.Event()
@@ -68,7 +67,10 @@ class Swap:
             return False
         if self._first is None:
             self._first = now - self._resumed_at
-        live.waits.append((self.sync_id, now - live.last_at))
+        gap = live.median_gap
+        seconds = now - live.last_at - (self._usual_gap if gap is None else gap)
+        live.stalls.append(Stall(self.sync_id, max(0.0, seconds)))
+        self._stalls.append(live.stalls[-1].seconds)
         self.ended(live)
         return True
 
@@ -80,17 +82,7 @@ class Swap:
     async def first_tokens(self) -> FirstTokens:
         """Wait until every request that was writing has written again or ended."""
         await self._all_seen.wait()
-        medians = [m for live in self.frozen if (m := live.median_gap) is not None]
-        usual = statistics.median(medians) if medians else 0.0
-        return FirstTokens(
-            seconds=self._first,
-            stalls=tuple(
-                stall.seconds
-                for live in self.frozen
-                for stall in live.stalls(usual)
-                if stall.sync_id == self.sync_id
-            ),
-        )
+        return FirstTokens(seconds=self._first, stalls=tuple(self._stalls))
 
     def _check(self) -> None:
         if not self._waiting:

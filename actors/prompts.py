@@ -50,7 +50,7 @@ def read_prompts(path: Path | None) -> list[tuple[str, RawPrompt]]:
     if path is None:
         return [(f"built-in prompt {i}", text) for i, text in enumerate(BUILTIN_PROMPTS, 1)]
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise ConfigError(
             f"cannot read prompts file {path}: {error.strerror or error}; "
@@ -90,6 +90,8 @@ def _parse(line: str, where: str) -> RawPrompt:
     if isinstance(value, str) and "prompt" in entry:
         if not value.strip():
             raise ConfigError(f"{where}: 'prompt' is empty; give it text or remove the line")
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            raise ConfigError(f"{where}: 'prompt' has half a surrogate pair, which is no text")
         return value
     if "prompt" in entry:
         raise ConfigError(f"{where}: 'prompt' must be text, is {type(value).__name__}")

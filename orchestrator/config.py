@@ -40,7 +40,12 @@ def _none(value: object) -> object:
 
 
 def _path(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str | Path) else value
+    if not isinstance(value, str | Path):
+        return value
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:  # ~name of nobody
+        raise ValueError(f"{error}: write the path out") from None
 
 
 def _checks(value: object) -> object:
@@ -85,7 +90,7 @@ class Settings(BaseSettings):
     )
 
     steps: int = _opt(5, "train steps; each is followed by one weight swap", "run", ge=1)
-    seed: int = _opt(0, "seeds sampling and training", "run", ge=0)
+    seed: int = _opt(0, "seeds sampling and training", "run", ge=0, le=2**32 - 1)
     output_dir: OptPath = _opt(None, "where the run's files go (default runs/<run id>)", "run")
     cache_dir: Annotated[Path, BeforeValidator(_path)] = Field(
         default_factory=_cache_dir,
@@ -127,7 +132,7 @@ class Settings(BaseSettings):
         "auto", "how weights travel (auto: 2 GPUs nccl, 1 ipc, none gloo)", "swap"
     )
     transfer_dtype: Dtype = _opt(
-        "auto", "cast weights to this before sending (auto: no cast)", "swap"
+        "auto", "dtype of the weights on the way; must be the engines' (auto)", "swap"
     )
     pause_mode: Literal["keep", "wait", "abort"] = _opt(
         "keep", "running requests freeze, finish first, or end and are continued", "swap"

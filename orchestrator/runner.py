@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -31,7 +31,13 @@ from orchestrator.errors import (
 from orchestrator.events import Event, Observer, RunEnded
 from orchestrator.protocols import Engine, EngineFactory, WeightSender
 from orchestrator.scheduler import Orchestrator
-from orchestrator.shutdown import FINAL_GRACE_S, GRACE_S, Interrupts, Watchdog
+from orchestrator.shutdown import (
+    FINAL_GRACE_S,
+    GRACE_S,
+    THREADS_GRACE_S,
+    Interrupts,
+    Watchdog,
+)
 from orchestrator.tasks import first_error
 from orchestrator.telemetry import Telemetry
 from orchestrator.telemetry.jsonl import describe, write_atomic
@@ -113,7 +119,11 @@ def make_run_dir(settings: Settings, run_id: str) -> Path:
     folder = settings.output_dir or Path("runs") / run_id
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        taken = [n for n in ("events.jsonl", "summary.json") if (folder / n).exists()]
+        taken = [
+            n
+            for n in ("config.yaml", "events.jsonl", "rollouts.jsonl", "summary.json")
+            if (folder / n).exists()
+        ]
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ConfigError(
@@ -157,7 +167,7 @@ def execute(
     with asyncio.Runner() as runner:
         code = runner.run(run(settings, prepared, assemble, run_dir=run_dir, run_id=run_id))
         # Closing the loop waits for worker threads, and one of them may hang.
-        watchdog.arm(GRACE_S, code, f"threads did not end within {GRACE_S:g} s")
+        watchdog.arm(THREADS_GRACE_S, code, f"threads did not end within {THREADS_GRACE_S:g} s")
     watchdog.disarm()
     return code
 
@@ -257,6 +267,7 @@ class _Life:
     async def _work(self) -> None:
         s, p, telemetry = self._settings, self._prepared, self._telemetry
         async with self._assemble(s, p, self._dir, telemetry.on_actor_event) as parts:
+            self._interrupts.reclaim()  # Ray installs native handlers
             telemetry.recorder.hardware = parts.hardware
             telemetry.recorder.packages = dict(parts.packages)
             orchestrator = Orchestrator(
@@ -297,6 +308,9 @@ class _Life:
         self.watchdog.arm(grace, code, f"clean-up took longer than {grace:g} s")
 
     def _stop(self) -> None:
+        # At once: a signal to the whole process group takes Ray down, and Ray then us.
+        with suppress(OSError):
+            self._telemetry.recorder.finish(Outcome.INTERRUPTED)
         if self._host is not None:
             self._host.interrupt()
         elif self._task is not None:

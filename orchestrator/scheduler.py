@@ -227,6 +227,9 @@ class Orchestrator:
                     State.STARTING, self._swap.timeouts.starting, self._fleet.waiting_for
                 ):
                     await self._start()
+            # Outside of that operation: requests belong to no phase, version or sync.
+            with operation(run_id=self.run_id):
+                self._watch(self._source.run(), "source")
         except BaseException as error:
             await self._leave(error)
             raise AssertionError("unreachable: leaving with an error raises it") from error
@@ -240,7 +243,6 @@ class Orchestrator:
         self._nbytes = spec.nbytes
         await self._validator.control()
         self._machine.fire(Trigger.START, Guard.CHANNEL_PROVED)
-        self._watch(self._source.run(), "source")
 
     async def _start_engines(self) -> None:
         def up(engine: Engine, info: EngineInfo) -> None:
@@ -358,15 +360,19 @@ class Orchestrator:
                 if self._probes.running:
                     await asyncio.wait(self._probes.running, timeout=budget / 8)
             why = str(error or "") or (type(error).__name__ if error else "done")
+            if failed and self._machine.state is State.GENERATING:
+                self._machine.fire(Trigger.FAULT, reason=why)
             self._machine.fire(Trigger.FAIL if failed else Trigger.STOP, reason=why)
             closing = [
                 asyncio.ensure_future(self._fleet.aclose()),
                 asyncio.ensure_future(self._trainer.aclose()),
             ]
-            closed, late = await asyncio.wait(closing, timeout=budget / 2)
+            # A GPU may take its time to be left, and after a good end there is time.
+            seconds = 2 * budget if error is None and not failed else budget / 2
+            closed, late = await asyncio.wait(closing, timeout=seconds)
             self._unreleased = [
                 *(str(e) for task in closed if (e := task.exception()) is not None),
-                *(f"not closed within {budget / 2:g} s" for _ in late),
+                *(f"not closed within {seconds:g} s" for _ in late),
             ]
             owned: list[asyncio.Task[Any]] = [*closing, *self._probes.running, *self._watchers]
             if self._swapping is not None:
@@ -418,9 +424,10 @@ class Orchestrator:
 
     # One swap
 
-    async def sync(self, *, wait: bool = True) -> SyncReport:
-        """Publish the trainer's current weights as the next version.
+    async def sync(self, version: int | None = None, *, wait: bool = True) -> SyncReport:
+        """Publish the trainer's current weights as ``version`` (default: the next one).
 
+        Versions only go up; one that does not is refused (ConfigError) before anything moves.
         A second call while a swap runs waits its turn, or raises SyncBusy if not ``wait``.
         A cancel before bytes moved calls the swap off; while weights are half-applied the swap
         is finished first, since they would serve nobody; checks of a committed one are dropped.
@@ -428,9 +435,12 @@ class Orchestrator:
         then), or Closed.
         """
         with operation(run_id=self.run_id):
-            return await self._swap_once(None, fresh=self._options.fresh, wait=wait)
+            fresh = self._options.fresh
+            return await self._swap_once(None, fresh=fresh, wait=wait, version=version)
 
-    async def _swap_once(self, step: int | None, *, fresh: bool, wait: bool) -> SyncReport:
+    async def _swap_once(
+        self, step: int | None, *, fresh: bool, wait: bool, version: int | None = None
+    ) -> SyncReport:
         self._refuse_when_over()
         if self._sync_lock.locked() and not wait:
             raise SyncBusy(f"a swap to version {self.version + 1} is running: wait for it")
@@ -440,17 +450,23 @@ class Orchestrator:
                 fenced = ", ".join(self._fleet.fenced)
                 why = f"{fenced} must not serve" if fenced else "enter the orchestrator first"
                 raise IllegalTransition(self.state, Trigger.PAUSE, why)
-            version = PolicyVersion(self._fleet.version + 1)
+            current = self._fleet.version
+            target = PolicyVersion(current + 1 if version is None else version)
+            if target <= current:
+                raise ConfigError(
+                    f"version {target} is not newer than {current}, which is published: versions "
+                    "only go up"
+                )
             update = WeightUpdate(
-                sync_id=f"{self.run_id}-s{version}",
-                from_version=self._fleet.version,
-                version=version,
-                step=step or version,
+                sync_id=f"{self.run_id}-s{target}",
+                from_version=current,
+                version=target,
+                step=step or target,
                 backend=self._swap.backend,
                 pause_mode=self._swap.pause_mode,
                 kv_policy=self._swap.kv_policy,
             )
-            with operation(sync_id=update.sync_id, version=version, step=update.step):
+            with operation(sync_id=update.sync_id, version=target, step=update.step):
                 swap = self._swapping = asyncio.create_task(
                     self._swap_to(update, step is not None, fresh and self._options.fresh),
                     name=update.sync_id,
@@ -460,7 +476,7 @@ class Orchestrator:
                 except asyncio.CancelledError:
                     caller = asyncio.current_task()
                     if swap.cancelled() and caller is not None and not caller.cancelling():
-                        raise Closed(f"closed during the swap to version {version}") from None
+                        raise Closed(f"closed during the swap to version {target}") from None
                     if self.state in (State.GENERATING, State.PAUSING, State.VALIDATING):
                         swap.cancel()
                     # An impatient second cancel must not let the next swap in. When all is

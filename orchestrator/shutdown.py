@@ -22,6 +22,8 @@ from orchestrator.errors import EXIT_INTERRUPTED
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_S = 9.0
 """An orderly end after a signal or a failure may take this long."""
+THREADS_GRACE_S = 1.0
+"""... and the threads that are left after that, this long."""
 FINAL_GRACE_S = 30.0
 """... after a run that was completed."""
 
@@ -99,6 +101,12 @@ class Interrupts:
         for sig in SIGNALS:
             self._before[sig] = signal.getsignal(sig)
             self._loop.add_signal_handler(sig, self._first)
+
+    def reclaim(self) -> None:
+        """Take them again: a native library may have put its own handlers over ours."""
+        if not self.ending:
+            for sig in self._before:
+                self._loop.add_signal_handler(sig, self._first)
 
     def remove(self) -> None:
         """Give the signals back. Idempotent."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator.errors import ConfigError, EngineError
-from orchestrator.fleet import CLOSE_S, Fleet
+from orchestrator.fleet import Fleet
 from orchestrator.options import ValidationOptions
 from orchestrator.protocols import Digests, Engine, EngineFactory, Scorer
 from orchestrator.tasks import all_or_first_error, uninterrupted
@@ -33,6 +33,9 @@ from orchestrator.types import (
 )
 
 Logprobs = Sequence[Sequence[float]]
+
+FRESH_CLOSE_S = 15.0
+"""Seconds for a fresh engine to close; nothing waits for it but the verdict."""
 
 
 def compare_digests(sent: Digests, received: Mapping[str, Digests], nbytes: int) -> CheckResult:
@@ -243,6 +246,7 @@ class Validator:
                 "passed": passed,
                 "pass_rate": rate,
                 "required": self.options.min_pass_rate,
+                "not_cut": len(probes) - len(wanted),
                 "tokens": sum(len(w.tokens) for w in wanted),
                 "checkpoint": checkpoint,
                 "diverging": failures,
@@ -252,11 +256,11 @@ class Validator:
 
 async def _close(engine: Engine) -> None:
     try:
-        async with asyncio.timeout(CLOSE_S):
+        async with asyncio.timeout(FRESH_CLOSE_S):
             await engine.aclose()
     except TimeoutError:
         raise EngineError(
-            engine.name, f"did not close within {CLOSE_S:g} s: look for its processes"
+            engine.name, f"did not close within {FRESH_CLOSE_S:g} s: look for its processes"
         ) from None
 
 

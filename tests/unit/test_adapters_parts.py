@@ -45,7 +45,7 @@ async def test_a_stall_is_the_gap_over_the_swap_less_the_usual_gap() -> None:
     first = await waiting
     assert first.seconds == pytest.approx(0.2)
     assert first.stalls == pytest.approx((0.9, 1.0))
-    assert [s.seconds for s in one.stalls()] == pytest.approx([0.9])
+    assert [s.seconds for s in one.stalls] == pytest.approx([0.9])
 
 
 async def test_a_request_that_ends_or_never_wrote_is_not_waited_for() -> None:

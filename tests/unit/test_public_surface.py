@@ -42,7 +42,7 @@ SIGNATURES = {
         async aclose() -> None
         interrupt() -> None
         async run(steps: int) -> None
-        async sync(*, wait: bool = True) -> SyncReport
+        async sync(version: int | None = None, *, wait: bool = True) -> SyncReport
         async for rollouts() -> AsyncIterator[Rollout]
     """,
     "Engine": """
