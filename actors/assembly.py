@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors import preflight as checks
+from actors import processes
 from actors.engine_settings import EngineSettings
 from actors.rewards import DEFAULT_REWARD
 from orchestrator.config import Settings
@@ -35,6 +36,8 @@ OnActorEvent = Callable[[str, dict[str, Any]], None]
 
 PROBES = 13
 """Prompts that also run greedily across every swap."""
+ABANDON_S = 3.0
+"""What a Ray that is still starting may take when the run is over already."""
 CONNECT_S = 10.0
 """What a Ray cluster may take to answer."""
 _GREET = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
@@ -180,15 +183,32 @@ async def connected(address: str | None, logs: Path) -> AsyncIterator[None]:
     if address is not None:
         arguments["address"] = address
     with ray_logs_to(logs / "ray.log"):
+        starting = asyncio.ensure_future(asyncio.to_thread(ray.init, **arguments))
         try:
-            # Never abandoned half-way: a Ray that comes up behind a cancel would outlive us.
-            try:
-                await uninterrupted(asyncio.to_thread(ray.init, **arguments))
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise EngineError("ray", f"Ray did not start: {error}") from error
+            await asyncio.shield(starting)
             yield
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if not starting.done() or starting.exception() is not error:
+                raise
+            raise EngineError("ray", f"Ray did not start: {error}") from error
         finally:
-            await uninterrupted(asyncio.to_thread(ray.shutdown))
+            await uninterrupted(_end_ray(starting))
+
+
+async def _end_ray(starting: asyncio.Future[Any]) -> None:
+    """Disconnect, and end what was started here.
+
+    A Ray that comes up behind a cancel would outlive us: it gets a moment to be there, then its
+    processes are killed as they are (an interrupt may have hit them already).
+    """
+    import ray
+
+    await asyncio.wait([starting], timeout=ABANDON_S)
+    if starting.done():
+        starting.exception()  # retrieved
+        await asyncio.to_thread(ray.shutdown)
+    else:
+        await asyncio.to_thread(processes.kill, processes.tree(os.getpid())[1:])
 
 
 @contextlib.contextmanager

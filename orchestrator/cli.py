@@ -55,7 +55,7 @@ def _run(settings: Settings) -> int:
     # Until the loop takes the signals over, SIGTERM must end models being made as Ctrl-C does.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        from actors import assembly
+        import actors.assembly as assembly
         from orchestrator.runner import execute
 
         return execute(settings, assembly.preflight, assembly.assemble)

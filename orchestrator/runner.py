@@ -156,7 +156,10 @@ def write_config(settings: Settings, prepared: Prepared, run_dir: Path) -> None:
 
 
 def execute(
-    settings: Settings, preflight: Callable[[Settings], Prepared], assemble: Assemble
+    settings: Settings,
+    preflight: Callable[[Settings], Prepared],
+    assemble: Assemble,
+    observers: Sequence[Observer] = (),
 ) -> int:
     """The whole run; returns the exit code. ConfigError before anything is started."""
     prepared = preflight(settings)
@@ -165,7 +168,8 @@ def execute(
     write_config(settings, prepared, run_dir)
     watchdog = Watchdog()
     with asyncio.Runner() as runner:
-        code = runner.run(run(settings, prepared, assemble, run_dir=run_dir, run_id=run_id))
+        job = run(settings, prepared, assemble, run_dir=run_dir, run_id=run_id, observers=observers)
+        code = runner.run(job)
         # Closing the loop waits for worker threads, and one of them may hang.
         watchdog.arm(THREADS_GRACE_S, code, f"threads did not end within {THREADS_GRACE_S:g} s")
     watchdog.disarm()

@@ -5,6 +5,7 @@ Registered by the conftest of each folder that needs it, so that they share one 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from orchestrator.types import EngineInfo
 from tests.swaps import LocalSender, Rig
 
 PLUGINS = Path(__file__).parent / "plugins"
+HIDDEN_DEFAULTS = {"do_sample": True, "temperature": 9.0, "top_k": 3, "repetition_penalty": 3.0}
+"""Sampling defaults in the engine's checkpoint, as real ones have; they must shape nothing."""
 
 
 class RealRig(Rig):
@@ -24,11 +28,16 @@ class RealRig(Rig):
     engine: Any
     sender: LocalSender
 
+    info: EngineInfo
+    records: list[dict[str, Any]]
+    """What the engine's actor has logged, oldest first."""
+
     def __init__(
         self, engine: Any, sender: LocalSender, models: dict[str, Any], faults: Path
     ) -> None:
         super().__init__(engine, sender, sender.use)
         self.models, self._faults = models, faults
+        self.records = []
 
     def fault(self, name: str = "", value: str = "1") -> None:
         """Set the one fault that is active from now on; none without a name."""
@@ -118,6 +127,8 @@ async def shared_rig(
 
     folder = tmp_path_factory.mktemp("real")
     models = {"a": make_model(folder / "a", 1), "b": make_model(folder / "b", 2)}
+    (folder / "a" / "generation_config.json").write_text(json.dumps(HIDDEN_DEFAULTS))
+    records: list[dict[str, Any]] = []
     engine = RayEngine(
         "real",
         EngineSettings(
@@ -126,12 +137,15 @@ async def shared_rig(
             max_model_len=512,
             log_path=str(folder / "engine.log"),
         ),
+        on_event=lambda _, record: records.append(record),
         options=engine_options(folder / "faults"),
     )
     sender = LocalSender({which: state(model) for which, model in models.items()})
     try:
-        await engine.start()
-        yield RealRig(engine, sender, models, folder / "faults")
+        info = await engine.start()
+        rig = RealRig(engine, sender, models, folder / "faults")
+        rig.info, rig.records = info, records
+        yield rig
     finally:
         await sender.aclose()
         await engine.aclose()

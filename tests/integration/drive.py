@@ -2,15 +2,16 @@
 
     python -m tests.integration.drive --kill engine_core@PAUSING -- --steps 3 ...
     python -m tests.integration.drive --interrupt GENERATING:2 -- --steps 3 ...
+    python -m tests.integration.drive --interrupt RAY --signal SIGTERM -- --steps 3 ...
 
-The observer acts in the very transition into a state, so no test has to hit a state that
-lasts three milliseconds from outside. ``STATE:N`` means the N-th time it is entered.
+The observer acts in the very transition into a state, so no test has to hit a state that lasts
+three milliseconds from outside. ``STATE:N`` means the N-th time it is entered; ``RAY``: while Ray
+starts.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import signal
 import sys
@@ -21,14 +22,15 @@ from actors import assembly
 from orchestrator.cli import main as product
 from orchestrator.events import EngineStarted, Event, StateChanged
 from orchestrator.flags import parse
-from orchestrator.runner import make_run_dir, new_run_id, run, write_config
+from orchestrator.runner import execute
 from orchestrator.sources import load
 
 
 class Saboteur:
     """Kills or interrupts on entry into a state."""
 
-    def __init__(self, kill: str, interrupt: str) -> None:
+    def __init__(self, kill: str, interrupt: str, signal_name: str) -> None:
+        self._signal = signal.Signals[signal_name]
         self._victim, _, state = kill.partition("@") if kill else ("", "", interrupt)
         self._state, _, nth = state.partition(":")
         self._left = int(nth or 1)
@@ -40,11 +42,15 @@ class Saboteur:
         elif isinstance(event, StateChanged) and event.target.value == self._state:
             self._left -= 1
             if self._left == 0:
-                print(f"sabotage in {self._state}", flush=True)
-                if self._victim:
-                    os.kill(self._pid(), signal.SIGKILL)
-                else:
-                    os.killpg(os.getpgid(0), signal.SIGINT)  # as a terminal does it
+                self.strike()
+
+    def strike(self) -> None:
+        """Do it now."""
+        print(f"sabotage in {self._state}", flush=True)
+        if self._victim:
+            os.kill(self._pid(), signal.SIGKILL)
+        else:
+            os.killpg(os.getpgid(0), self._signal)  # as a terminal does it
 
     def _pid(self) -> int:
         if self._victim == "engine_actor":
@@ -66,24 +72,23 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kill", default="")
     parser.add_argument("--interrupt", default="")
+    parser.add_argument("--signal", default="SIGINT")
     ours = parser.parse_args(sys.argv[1:at])
     if not ours.kill and not ours.interrupt:
         return product(sys.argv[at + 1 :])
     settings = load(parse(sys.argv[at + 1 :]), None)
-    prepared = assembly.preflight(settings)
-    run_id = new_run_id()
-    folder = make_run_dir(settings, run_id)
-    write_config(settings, prepared, folder)
-    return asyncio.run(
-        run(
-            settings,
-            prepared,
-            assembly.assemble,
-            run_dir=folder,
-            run_id=run_id,
-            observers=[Saboteur(ours.kill, ours.interrupt)],
-        )
-    )
+    saboteur = Saboteur(ours.kill, ours.interrupt, ours.signal)
+    if ours.interrupt == "RAY":
+        import ray
+
+        start = ray.init
+
+        def sabotaged(*args: object, **kwargs: object) -> object:
+            saboteur.strike()
+            return start(*args, **kwargs)
+
+        ray.init = sabotaged
+    return execute(settings, assembly.preflight, assembly.assemble, [saboteur])
 
 
 if __name__ == "__main__":

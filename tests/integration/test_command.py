@@ -98,18 +98,36 @@ def test_a_killed_process_ends_the_run_within_ten_seconds(tmp_path: Path, kill: 
     assert {int(v) for v in ended.summary["tokens"]} <= set(range(committed + 1))
 
 
-def test_ctrl_c_keeps_what_requests_have_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_keeps_what_requests_have_and_leaves_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    """To the whole process group, Ray's processes included, as terminals and ``timeout`` do."""
     ended = command(
         "-m tests.integration.drive",
-        ["--interrupt", "GENERATING:2", "--", *QUICK],
+        ["--interrupt", "GENERATING:2", "--signal", name, "--", *QUICK],
         tmp_path / "run",
+    )
+    assert ended.after_sabotage is not None and ended.after_sabotage < 10
+    assert ended.left == ()
+    assert ended.summary["outcome"] == "interrupted"
+    rollouts = ended.lines("rollouts.jsonl")
+    assert sum(r["finish_reason"] == "length" for r in rollouts) >= 32
+    if name == "SIGINT":
+        # SIGTERM ends Ray's own processes too, and with them the engines and the exit code.
+        assert ended.code == 130, ended.stderr
+        partial = [r for r in rollouts if r["finish_reason"] == "abort"]
+        assert partial and any(r["token_ids"] for r in partial)
+
+
+def test_an_interrupt_while_ray_starts_leaves_nothing(tmp_path: Path) -> None:
+    ended = command(
+        "-m tests.integration.drive", ["--interrupt", "RAY", "--", *QUICK], tmp_path / "run"
     )
     assert ended.code == 130, ended.stderr
     assert ended.after_sabotage is not None and ended.after_sabotage < 10
     assert ended.left == ()
     assert ended.summary["outcome"] == "interrupted"
-    partial = [r for r in ended.lines("rollouts.jsonl") if r["finish_reason"] == "abort"]
-    assert partial and any(r["token_ids"] for r in partial)
 
 
 def test_two_engines_swap_as_one(tmp_path: Path) -> None:

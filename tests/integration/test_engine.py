@@ -25,8 +25,8 @@ from orchestrator.errors import (
     MidflightError,
     TransferError,
 )
-from orchestrator.types import EngineInfo, KVPolicy, PauseMode, Prompt
-from tests.real_engine import RealRig, engine_options, make_model, state
+from orchestrator.types import EngineInfo, KVPolicy, PauseMode, Prompt, TransferBackend
+from tests.real_engine import HIDDEN_DEFAULTS, RealRig, engine_options, make_model, state
 from tests.swaps import LocalSender, Rig, check_completion
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -80,6 +80,20 @@ async def test_logprobs_are_before_temperature(real_rig: RealRig) -> None:
         completion = await rig.generate(request)
     scores = rig.logprobs("a", request.prompt.token_ids + completion.token_ids)[-20:]
     assert completion.logprobs == pytest.approx(scores, abs=1e-4)
+
+
+async def test_sampling_defaults_hidden_in_the_checkpoint_shape_nothing(
+    real_rig: RealRig,
+) -> None:
+    rig = real_rig
+    async with asyncio.timeout(DEADLINE_S):
+        await rig.swap("a")
+        request = rig.request(24, 11)
+        completion = await rig.generate(request)
+    assert completion.token_ids == rig.greedy("a", request.prompt.token_ids, 24)
+    assert HIDDEN_DEFAULTS["repetition_penalty"] != 1
+    (effective,) = [r["parameters"] for r in rig.records if r["event"] == "sampling parameters"]
+    assert "repetition_penalty=1.0" in effective and "top_k=0" in effective
 
 
 async def test_the_canary_agrees_with_transformers_under_load(real_rig: RealRig) -> None:
@@ -148,26 +162,80 @@ async def test_a_pause_gets_through_more_requests_than_the_engine_has_slots(
         assert (await rig.engine.status()).live_requests == 0
 
 
-async def test_the_actor_answers_during_a_swap(real_rig: RealRig) -> None:
+class Heart:
+    """Beats every 20 ms in the running loop until told otherwise; a frozen loop skips beats."""
+
+    def __init__(self, beats: int) -> None:
+        self.gaps: list[float] = []
+        self.enough = asyncio.Event()
+        self._loop, self._beats = asyncio.get_running_loop(), beats
+        self._last = time.monotonic()
+        self._beat()
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        self.gaps.append(now - self._last)
+        self._last = now
+        if len(self.gaps) > self._beats:
+            self.enough.set()
+        else:
+            self._loop.call_later(0.02, self._beat)
+
+
+def assert_never_frozen(gaps: list[float]) -> None:
+    """No gap over 200 ms; a busy machine may make one now and then, far from the whole second."""
+    assert len(gaps) > 20, gaps
+    assert sorted(gaps)[int(0.95 * len(gaps))] < 0.2, gaps
+    assert max(gaps) < 0.6, gaps
+
+
+async def test_no_loop_freezes_while_a_slow_transfer_runs(real_rig: RealRig) -> None:
     rig = real_rig
     await up(rig)
-    longest = 0.0
-    done = asyncio.Event()
+    held: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(lambda _, writer: held.set_result(writer), "127.0.0.1", 0)
+    answers: list[float] = []
 
-    async def heartbeat() -> None:
-        nonlocal longest
-        while not done.is_set():
+    async def ask(heart: Heart) -> None:
+        while not heart.enough.is_set():
             began = time.monotonic()
-            await rig.engine.status()
-            longest = max(longest, time.monotonic() - began)
+            assert (await rig.engine.status()).paused
+            answers.append(time.monotonic() - began)
 
+    async with asyncio.timeout(DEADLINE_S), server:
+        rig.fault("HOLD", str(server.sockets[0].getsockname()[1]))
+        update = rig.next_update()
+        rig.use("b")
+        await rig.sender.stage(update.version)
+        await rig.engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
+        applying = asyncio.create_task(rig.apply(update))
+        writer = await held
+        heart = Heart(50)
+        await ask(heart)
+        assert not applying.done()
+        rig.fault()
+        writer.close()
+        stats = await applying
+        await rig.engine.resume()
+    assert stats.seconds > 0.9
+    assert_never_frozen(heart.gaps)
+    assert_never_frozen(answers)
+
+
+async def test_a_cache_that_cannot_be_reset_fails_the_pause(real_rig: RealRig) -> None:
+    rig = real_rig
     async with asyncio.timeout(DEADLINE_S):
-        beating = asyncio.create_task(heartbeat())
-        for which in ("b", "a", "b"):
-            await rig.swap(which)
-        done.set()
-        await beating
-    assert longest < 0.2
+        await rig.swap("a")
+        request = rig.request(200, 7)
+        running = asyncio.create_task(rig.generate(request))
+        await rig.engine.wait_for_tokens(5)
+        rig.fault("STUCK_CACHE")
+        with pytest.raises(EngineError, match="Failed to reset"):
+            await rig.engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
+        rig.fault()
+        await rig.engine.resume()
+        completion = await running
+    assert completion.token_ids == rig.greedy("a", request.prompt.token_ids, 200)
 
 
 async def test_a_prompt_that_does_not_fit_is_an_error_of_ours(real_rig: RealRig) -> None:
@@ -246,6 +314,43 @@ async def test_a_channel_that_does_not_carry_the_pattern_is_refused(real_rig: Re
             await rig.open()
         rig.fault()
         assert len((await rig.generate(rig.request(4))).token_ids) == 4
+
+
+async def test_an_engine_that_sleeps_is_refused_before_any_pause(real_rig: RealRig) -> None:
+    rig = real_rig
+    async with asyncio.timeout(DEADLINE_S):
+        rig.fault("ASLEEP")
+        rig.opened = False
+        with pytest.raises(ChannelError, match="sleeps: wake it up"):
+            await rig.open()
+        rig.fault()
+        assert not (await rig.engine.status()).paused
+
+
+async def test_loopback_advertised_by_another_machine_is_refused(real_rig: RealRig) -> None:
+    rig = real_rig
+    async with asyncio.timeout(DEADLINE_S):
+        rig.opened = False
+        spec = await rig.sender.listen(TransferBackend.GLOO, 2, DEADLINE_S)
+        assert spec.host == "127.0.0.1"
+        elsewhere = replace(spec, extra={**spec.extra, "node": "another"})
+        with pytest.raises(ChannelError, match=r"127\.0\.0\.1, but it runs on another machine"):
+            await rig.engine.open_channel(elsewhere, 1)
+        await rig.sender.close_channel()
+
+
+async def test_twenty_channels_leave_the_sockets_of_the_engine_as_they_were(
+    real_rig: RealRig,
+) -> None:
+    rig = real_rig
+    processes = [psutil.Process(pid) for pid in rig.info.pids if psutil.pid_exists(pid)]
+    counts = []
+    async with asyncio.timeout(2 * DEADLINE_S):
+        for _ in range(20):
+            await rig.open()
+            counts.append(sum(len(p.net_connections(kind="inet")) for p in processes))
+    # One that stays behind each time would make 19 more.
+    assert counts[0] > 0 and counts[-1] < counts[0] + 10, counts
 
 
 async def test_other_dtypes_are_refused_before_any_pause(real_rig: RealRig) -> None:

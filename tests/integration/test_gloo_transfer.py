@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -268,6 +270,34 @@ def test_an_address_that_is_not_ours_is_refused() -> None:
     sender = make_sender("gloo", lambda: [("w", torch.zeros(3))])
     with pytest.raises(ChannelError, match="host the channel on"):
         sender.listen(2, 1.0, "192.0.2.254")
+
+
+def test_channels_at_the_same_time_take_ports_of_their_own(threads: ThreadPoolExecutor) -> None:
+    senders = [make_sender("gloo", {"w": torch.full((5,), float(i))}.items) for i in range(3)]
+    groups = [Group(sender, 1, threads) for sender in senders]
+    assert len({group.spec.port for group in groups}) == 3
+    for number, group in enumerate(groups):
+        group.sender.stage()
+        assert group.swap()[0]["w"].tolist() == [float(number)] * 5
+        group.sender.close()
+
+
+def test_a_port_that_cannot_be_had_is_said_and_later_ones_work(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(*args: object, **kwargs: object) -> socket.socket:
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    weights = {"w": torch.ones(5)}
+    sender = make_sender("gloo", weights.items)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "create_server", taken)
+        with pytest.raises(ChannelError, match=r"cannot host the channel on 127\.0\.0\.1.*in use"):
+            sender.listen(2, TIMEOUT_S)
+    group = Group(sender, 1, threads)
+    sender.stage()
+    assert torch.equal(group.swap()[0]["w"], weights["w"])
+    sender.close()
 
 
 def test_twenty_channels_leave_no_socket_behind(threads: ThreadPoolExecutor) -> None:

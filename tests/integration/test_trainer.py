@@ -20,10 +20,7 @@ from actors.prompts import BUILTIN_PROMPTS
 from actors.rewards import alliteration
 from actors.trainer import TrainerActor
 from actors.transfer.digest import digest_all
-from actors.transfer.gloo import BUCKET_BYTES
-from actors.transfer.layout import Layout
-from actors.transfer.link import GlooLink
-from actors.transfer.rendezvous import Rendezvous, pattern
+from actors.transfer.inbox import Inbox, Invitation
 from orchestrator.errors import ChannelError, ConfigError, TrainerError
 from orchestrator.types import (
     ChannelSpec,
@@ -110,32 +107,20 @@ def batch(texts: tuple[str, ...] = (" Some seals sleep", " The gas of the air"))
 
 
 class Peer:
-    """Rank 1 of a channel: proves it and receives, as an engine's worker does."""
+    """Rank 1 of a channel, as an engine's worker is."""
 
     def __init__(self, spec: ChannelSpec) -> None:
-        self.layout = Layout.of(spec.tensors)
         self._spec = spec
 
     def join(self) -> None:
-        spec = self._spec
-        meeting = Rendezvous.join(spec.host, spec.port, spec.timeout_s, str(spec.extra["node"]))
-        meeting.say("ready/1")
-        meeting.hear(["go"])
-        self._link = GlooLink(meeting, 1, 2, spec.timeout_s, spec.host)
-        arrived = torch.zeros_like(pattern(spec.nonce))
-        self._link.broadcast(arrived)()
-        assert torch.equal(arrived, pattern(spec.nonce))
-        meeting.say("proof/1")
-        meeting.hear(["open"])
+        invitation = Invitation.of(self._spec, 1)
+        self._inbox = Inbox(invitation, 1, lambda layout: None, torch.device("cpu"))
 
     def receive(self) -> dict[str, torch.Tensor]:
-        buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8)
-        for start, end in self.layout.buckets(BUCKET_BYTES):
-            self._link.broadcast(buffer[start:end])()
-        return dict(self.layout.views(buffer))
+        return {name: tensor.clone() for name, tensor in self._inbox.tensors()}
 
     def leave(self) -> None:
-        self._link.close()
+        self._inbox.leave("the test is over")
 
 
 async def connect(trainer: TrainerActor, timeout_s: float = 20.0) -> Peer:

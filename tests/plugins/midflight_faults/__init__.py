@@ -10,12 +10,17 @@ read at each use:
 - ``MIDFLIGHT_TEST_BAD_PATTERN=1``: one bit of the known pattern arrives wrong.
 - ``MIDFLIGHT_TEST_KILL_WORKER=tensor.name``: the worker is SIGKILLed while loading it.
 - ``MIDFLIGHT_TEST_KILL_CORE=tensor.name``: its parent, the engine core, is.
+- ``MIDFLIGHT_TEST_HOLD=port``: before it receives, the worker connects there and waits until
+  the connection is closed.
+- ``MIDFLIGHT_TEST_STUCK_CACHE=1``: resetting the prefix cache does nothing and reports failure.
+- ``MIDFLIGHT_TEST_ASLEEP=1``: the engine core says that it sleeps.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +46,9 @@ def faulty_receiver() -> type[Any]:
 
     class FaultyInbox(Inbox):
         def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            if port := fault("HOLD"):
+                with socket.create_connection(("127.0.0.1", int(port))) as holder:
+                    holder.recv(1)
             for name, tensor in super().tensors():
                 if name == fault("FLIP_BIT"):
                     tensor.view(torch.uint8).view(-1)[0] ^= 1
@@ -65,6 +73,23 @@ def faulty_receiver() -> type[Any]:
     return FaultyReceiver
 
 
+def faulty_core() -> None:
+    """Faults in the engine core, around what vLLM itself does."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.engine.core import EngineCore
+
+    reset, asleep = BlockPool.reset_prefix_cache, EngineCore.is_sleeping
+
+    def reset_prefix_cache(pool: Any) -> bool:
+        return False if fault("STUCK_CACHE") else bool(reset(pool))
+
+    def is_sleeping(core: Any) -> bool:
+        return bool(fault("ASLEEP")) or bool(asleep(core))
+
+    BlockPool.reset_prefix_cache = reset_prefix_cache
+    EngineCore.is_sleeping = is_sleeping
+
+
 def register() -> None:
     """Put the faulty receiver in the place of the product's."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -73,3 +98,4 @@ def register() -> None:
 
     register_product()
     WeightTransferEngineFactory._registry["gloo"] = faulty_receiver
+    faulty_core()
