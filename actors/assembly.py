@@ -261,7 +261,8 @@ def make_parts(
             tensor_parallel_size=settings.tensor_parallel_size,
             executor=settings.executor,
             cpu=not checked.gpus,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
+            # The fresh engine comes beside a running one and the trainer, for a few requests.
+            gpu_memory_utilization=settings.gpu_memory_utilization / (1 if backend else 2),
             batch_invariant=bool(checked.gpus) and not checked.rocm,
             extra=attention(checked.gpus, checked.rocm),
             log_path=str(logs / f"{name}.log"),
