@@ -30,9 +30,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
             color=_COLOURS[at % len(_COLOURS)],
             label=f"{method['name']} (p50 {method['stall_s']['p50'] * 1e3:.1f} ms)",
         )
-    ceiling = result["ceiling"]["broadcast"]["p50_s"] * 1e3
-    what = "device copy" if result["backend"] == "ipc" else "raw broadcast"
-    left.axvline(ceiling, color="#c44e52", linestyle="--", label=f"{what} {ceiling:.1f} ms")
+    if result["ceiling"]["broadcast"]:
+        ceiling = result["ceiling"]["broadcast"]["p50_s"] * 1e3
+        what = "device copy" if result["backend"] == "ipc" else "raw broadcast"
+        left.axvline(ceiling, color="#c44e52", linestyle="--", label=f"{what} {ceiling:.1f} ms")
     left.set_xscale("log")
     left.set_xlabel("stall of a request, ms")
     left.set_ylabel("share of requests")

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import queue
 import sys
 import tempfile
 import time
@@ -30,7 +31,7 @@ from actors.adapters import RayEngine
 from orchestrator.config import Settings
 from orchestrator.context import operation
 from orchestrator.cycle import SwapCycle, stall_stats
-from orchestrator.errors import MidflightError
+from orchestrator.errors import EXIT_INTERRUPTED, MidflightError
 from orchestrator.fleet import Fleet
 from orchestrator.machine import Guard, SwapMachine, Trigger
 from orchestrator.options import SwapOptions, ValidationOptions
@@ -238,7 +239,17 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     backend = options.prepared.backend.value
     on_gpu = backend != "gloo"
     copy = ceiling.memory_copy(nbytes, "cuda" if on_gpu else "cpu")
-    raw = copy if backend == "ipc" else ceiling.raw_broadcast(backend, nbytes)
+    raw: list[float] | None = copy
+    if backend != "ipc":
+        try:
+            raw = await asyncio.to_thread(ceiling.raw_broadcast, backend, nbytes)
+        except (RuntimeError, queue.Empty) as error:
+            say(f"no ceiling: {error}")  # null in the result, never a made-up zero
+            raw = None
+    ceilings = {
+        "broadcast": ceiling.summary(raw, nbytes) if raw else None,
+        "memory_copy": ceiling.summary(copy, nbytes),
+    }
     methods = [m.result(nbytes) for m in (ours, seed, awake)]
     return {
         "schema_version": SCHEMA,
@@ -252,15 +263,14 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
         "requests": options.requests,
         "digests_matched": matched,
         "methods": methods,
-        "ceiling": {
-            "broadcast": ceiling.summary(raw, nbytes),
-            "memory_copy": ceiling.summary(copy, nbytes),
-        },
+        "ceiling": ceilings,
         "ratio": {
             "stall_p50_naive_to_ours": ratio(methods[1], methods[0]),
             "stall_p50_naive_no_sleep_to_ours": ratio(methods[2], methods[0]),
             "transfer_p50_to_ceiling": (
-                methods[0]["phases"]["transfer"]["p50"] / ceiling.summary(raw, nbytes)["p50_s"]
+                methods[0]["phases"]["transfer"]["p50"] / ceilings["broadcast"]["p50_s"]
+                if ceilings["broadcast"]
+                else None
             ),
         },
     }
@@ -295,7 +305,8 @@ def show(result: dict[str, Any]) -> None:
     # A pipe has no width: never squeeze the numbers there.
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
-    raw, copy = result["ceiling"]["broadcast"], result["ceiling"]["memory_copy"]
+    copy = result["ceiling"]["memory_copy"]
+    raw = result["ceiling"]["broadcast"] or copy
     console.print(
         f"ceiling: raw {'copy' if result['backend'] == 'ipc' else 'broadcast'} "
         f"{ms(raw['p50_s'])} ms ({raw['gb_per_s']:.2f} GB/s), "
@@ -329,6 +340,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.swaps < 1 or options.requests < 1:
         parser.error("--swaps and --requests must be at least 1")
+    for target in (options.json, options.plot):
+        if target is not None:
+            try:  # now, not after minutes of measuring
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.touch()
+            except OSError as error:
+                parser.error(f"cannot write {target}: {error.strerror}")
     return options
 
 
@@ -354,9 +372,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MidflightError as error:
         print(f"sync_latency: error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("sync_latency: interrupted, nothing written", file=sys.stderr)
+        return EXIT_INTERRUPTED
     show(result)
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     picture = options.plot or (options.json.with_suffix(".png") if options.json else None)
     if picture is not None:

@@ -7,6 +7,7 @@ channel reach every call that is pending.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ T = TypeVar("T")
 _ON_CHANNEL = frozenset({"open_channel", "receive_update", "send"})
 
 
-class FakeActor:
+class FakeActor(ABC):
     """A process that may die. Methods of the protocols run inside :meth:`_call`."""
 
     def __init__(self, name: str, world: FakeWorld) -> None:
@@ -100,13 +101,13 @@ class FakeActor:
 
     # -- for the subclasses -----------------------------------------------------------------
 
-    def _error(self, message: str) -> MidflightError:
-        raise NotImplementedError
+    @abstractmethod
+    def _error(self, message: str) -> MidflightError: ...
 
-    def _died(self, message: str) -> MidflightError:
-        raise NotImplementedError
+    @abstractmethod
+    def _died(self, message: str) -> MidflightError: ...
 
-    def _on_gone(self) -> None:
+    def _on_gone(self) -> None:  # noqa: B027  (optional)
         """Nothing may run on in a dead process."""
 
     def _violate(self, message: str) -> MidflightError:
