@@ -264,9 +264,13 @@ class Orchestrator:
 
     def _background_ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None and self._fatal is None and not self._closing:
-            self._fatal = error
-            self._cancel_host()
+        if error is None or self._fatal is not None or self._closing:
+            return
+        swap = self._swapping
+        if swap is not None and not swap.done() and not self._fleet.serving:
+            return  # the swap that fenced every replica is about to say why
+        self._fatal = error
+        self._cancel_host()
 
     def _cancel_host(self) -> None:
         assert self._host is not None

@@ -1193,3 +1193,18 @@ async def test_what_a_request_says_of_itself_has_the_version_of_then(world: Fake
     assert await drive(rig, 3) is None
     seen = {e.op.version for e in rig.of(RolloutFinished)}
     assert {1, 2} <= seen and None not in seen
+
+
+@pytest.mark.parametrize("slow", ["before", "after"])
+async def test_the_reason_of_a_fence_outranks_what_follows_from_it(
+    world: FakeWorld, slow: str
+) -> None:
+    """Fencing all ends their requests, and then none can be submitted: that is not the cause."""
+    world.faults.flip_bit("head")
+    world.faults.delay("engine-0", "abort_requests", 0.1, when=slow)
+    busy = replace(GENERATION, buffer_size=400)  # it never stops to submit
+    rig = make_rig(world, 1, validation=DIGEST, generation=busy)
+    error = await drive(rig)
+    assert isinstance(error, ValidationFailed)
+    assert "head on engine-0" in str(error)
+    assert rig.ended.error is error
