@@ -1,5 +1,7 @@
 """midflight: swaps a policy's weights inside running engines, and proves each swap."""
 
+from typing import TYPE_CHECKING
+
 from orchestrator.errors import (
     ChannelError,
     Closed,
@@ -41,7 +43,6 @@ from orchestrator.protocols import (
     Trainer,
     WeightSender,
 )
-from orchestrator.scheduler import Orchestrator
 from orchestrator.types import (
     ChannelSpec,
     CheckResult,
@@ -74,7 +75,21 @@ from orchestrator.types import (
     WeightUpdate,
 )
 
+if TYPE_CHECKING:
+    from orchestrator.scheduler import Orchestrator
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    # The controller is imported when it is first asked for: --help must not wait for it.
+    if name == "Orchestrator":
+        from orchestrator.scheduler import Orchestrator
+
+        globals()[name] = Orchestrator
+        return Orchestrator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     # the controller and how it behaves

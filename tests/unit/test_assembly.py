@@ -41,8 +41,12 @@ def test_nobody_at_the_address_of_the_cluster_is_refused() -> None:
         reachable("nowhere")
 
 
-def test_a_trainer_that_must_ask_ray_for_its_address_needs_ray() -> None:
+def test_a_trainer_that_must_ask_ray_for_its_address_needs_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Case 37: never loopback by default where engines may be on other nodes."""
+    # Tests with real actors may have connected this process before.
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(ConfigError, match="pass one outside of Ray"):
         TrainerActor(
             trainer_path="t",
