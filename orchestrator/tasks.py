@@ -41,18 +41,22 @@ async def all_or_first_error(aws: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [t.result() for t in tasks]
 
 
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # the caller has the one that matters
+
+
 async def settle(tasks: Iterable[asyncio.Task[Any]], *, cancel: bool = True) -> None:
     """Wait until every task has ended, cancelled first if asked; their errors are theirs."""
     every = list(tasks)
+    for task in every:
+        task.add_done_callback(_retrieve)  # also if this wait is cancelled itself
     pending = [t for t in every if not t.done()]
     if cancel:
         for task in pending:
             task.cancel()
     if pending:
         await asyncio.wait(pending)
-    for task in every:
-        if task.done() and not task.cancelled():
-            task.exception()  # retrieved: the caller has the one that matters
 
 
 async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
