@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import torch
 
@@ -13,17 +11,13 @@ from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import TransferBackend
 
 
-def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-
-
 def test_digests_are_of_the_staged_bytes() -> None:
     weights = {"w": torch.randn(4, 6), "b": torch.arange(5, dtype=torch.int64)}
     sender = make_sender("gloo", lambda: weights.items())
     digests = sender.stage()
     for name, tensor in sender.staged():
         assert torch.equal(tensor, weights[name])
-        assert digests[name] == hashlib.sha256(raw(weights[name])).hexdigest()
+        assert digests[name] == digest(name, weights[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
@@ -35,7 +29,7 @@ def test_strided_tensors_arrive_as_what_they_look_like(dtype: torch.dtype) -> No
     staged = dict(sender.staged())
     for name, view in views.items():
         assert torch.equal(staged[name], view)
-        assert digests[name] == hashlib.sha256(raw(view)).hexdigest()
+        assert digests[name] == digest(name, view.clone(memory_format=torch.contiguous_format))
 
 
 def test_training_on_does_not_change_what_is_staged() -> None:
@@ -114,7 +108,18 @@ def test_sending_before_staging_or_opening_is_refused() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+@pytest.mark.parametrize("backend", ["nccl", "native-nccl", "native-ipc"])
 def test_a_gpu_backend_without_a_gpu_is_refused(backend: str) -> None:
     with pytest.raises(ChannelError, match="needs a GPU"):
         make_sender(backend, lambda: [("w", torch.zeros(1))])
+
+
+def test_a_released_snapshot_is_gone_and_the_next_one_is_whole() -> None:
+    weight = torch.ones(3)
+    sender = make_sender("gloo", lambda: [("w", weight)])
+    before = sender.stage()
+    sender.release()
+    sender.release()
+    with pytest.raises(TransferError, match="nothing is staged"):
+        list(sender.staged())
+    assert sender.stage() == before
