@@ -1,0 +1,135 @@
+"""What vLLM's ``load_weights`` copies, recorded once and replayed for every later update.
+
+``record`` feeds the model's own loader with checkpoint tensors that have a shape and no memory,
+and notes each copy into a parameter instead of making it. The loader decides all: names, fused
+parameters, slices of this worker, experts. If it does anything that a copy of a part of a
+checkpoint tensor is not, or does not fill every parameter exactly once, there is no plan, and
+the caller must use vLLM's layerwise reload. The live weights are not touched.
+
+Weights that vLLM derives from the loaded ones are not seen here: ask
+``vllm_compat.derived_weights`` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from orchestrator.errors import TransferError
+from orchestrator.types import TensorSpec
+
+from .coverage import uncovered
+from .layout import dtype_name, dtype_of
+from .recorder import Copy, NoPlan, Recorder, unchanged
+from .region import Region
+
+__all__ = ["Bound", "Copy", "LoadPlan", "NoPlan", "Region"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """The copies that load a checkpoint of ``specs`` into this worker's parameters."""
+
+    specs: tuple[TensorSpec, ...]
+    copies: tuple[Copy, ...]
+    """In the loader's order. No two write to the same element."""
+    unused: tuple[str, ...]
+    """Tensors of which this worker takes nothing: tied ones, experts and layers of others."""
+    lossy: tuple[str, ...]
+    """Tensors that the model holds rounded: no digest of what it holds can be compared."""
+    parameters: tuple[tuple[str, int], ...]
+    """Name and address of each parameter when the plan was recorded."""
+
+    @classmethod
+    def record(cls, model: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadPlan:
+        """Record what ``model.load_weights`` does with tensors of ``specs``.
+
+        NoPlan, saying why, if that is not a set of copies that fills every parameter once.
+        """
+        recorder = Recorder(model, specs)
+        with unchanged(model):
+            recorder.run()
+        problem = uncovered(model, recorder.writes)
+        if problem is not None:
+            raise NoPlan(problem)
+        copies = tuple(recorder.copies)
+        used = {copy.name for copy in copies}
+        return cls(
+            specs=tuple(specs),
+            copies=copies,
+            unused=tuple(spec.name for spec in specs if spec.name not in used),
+            lossy=tuple(dict.fromkeys(copy.name for copy in copies if copy.lossy)),
+            parameters=tuple(_addresses(model)),
+        )
+
+    def fits(self, model: torch.nn.Module) -> bool:
+        """Whether the model's parameters are still where they were. Record anew if not."""
+        return self.parameters == tuple(_addresses(model))
+
+    def bind(self, sources: Mapping[str, torch.Tensor]) -> Bound:
+        """Resolve the plan for ``sources``: contiguous checkpoint tensors by name.
+
+        They may be on any device that ``copy_`` reads. Their memory is read whenever the result
+        runs. TransferError for a tensor that is missing or not as its spec says.
+        """
+        specs = {spec.name: spec for spec in self.specs}
+        for name in dict.fromkeys(copy.name for copy in self.copies):
+            _check(specs[name], sources.get(name))
+        return Bound((copy.target, copy.source.of(sources[copy.name])) for copy in self.copies)
+
+    def live(self) -> Iterator[tuple[str, Region, torch.Tensor]]:
+        """What the model holds now: name, region of the checkpoint tensor, and its elements.
+
+        For the digest: in the checkpoint's dtype, widened elements narrowed back in a copy. Not
+        of ``lossy`` tensors.
+        """
+        lossy = frozenset(self.lossy)
+        for copy in self.copies:
+            if copy.name not in lossy:
+                yield copy.name, copy.source, copy.target.to(copy.dtype)
+
+
+class Bound:
+    """A plan with its sources. Not for two threads at once."""
+
+    def __init__(self, pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        # One kernel takes tensors of one pair of dtypes and devices with equal strides; a single
+        # other one in the list would make torch copy all of them one by one.
+        batches: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for target, source in pairs:
+            alike = target.is_contiguous() and source.is_contiguous()
+            if alike:
+                target, source = target.view(-1), source.view(-1)
+            key = (alike, target.dtype, target.device, source.dtype, source.device)
+            targets, sources = batches.setdefault(key, ([], []))
+            targets.append(target)
+            sources.append(source)
+        self._batches = tuple(batches.values())
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy. On a GPU: enqueued on the current stream, not waited for."""
+        for targets, sources in self._batches:
+            torch._foreach_copy_(targets, sources)
+
+
+def _addresses(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
+    for name, parameter in model.named_parameters():
+        yield name, parameter.data_ptr()
+
+
+def _check(spec: TensorSpec, source: torch.Tensor | None) -> None:
+    if source is None:
+        raise TransferError(f"tensor {spec.name!r} of the plan is not among the sources")
+    if (
+        tuple(source.shape) != spec.shape
+        or source.dtype != dtype_of(spec.dtype)
+        or not source.is_contiguous()
+    ):
+        raise TransferError(
+            f"tensor {spec.name!r} does not fit the plan: {dtype_name(source.dtype)} "
+            f"{tuple(source.shape)}, contiguous={source.is_contiguous()}; the plan is for "
+            f"contiguous {spec.dtype} {spec.shape}"
+        )
