@@ -46,6 +46,12 @@ class Sender(ABC):
         self._layout: Layout | None = None
         self._buffer: torch.Tensor | None = None
         self._staged = False
+        self._home = torch.device("cpu")
+
+    @property
+    def description(self) -> str:
+        """What carries the bytes, with its version if it has one; the backend until it is open."""
+        return self.backend.value
 
     @property
     def wire_dtype(self) -> str | None:
@@ -91,6 +97,14 @@ class Sender(ABC):
         """Views of the staged bytes in wire dtype. Do not write to them (TransferError if none)."""
         return self._layout_once().views(self._staged_buffer())
 
+    def release(self) -> None:
+        """Free the staging buffer; the next :meth:`stage` allocates it again. Idempotent.
+
+        For a trainer that gives its memory away between syncs. Not while a swap is under way.
+        """
+        self._buffer = None
+        self._staged = False
+
     @abstractmethod
     def listen(self, world_size: int, timeout_s: float, host: str = "127.0.0.1") -> ChannelSpec:
         """Open the rendezvous on ``host`` for ``world_size`` ranks; a former channel is closed.
@@ -135,7 +149,12 @@ class Sender(ABC):
 
     def _layout_once(self) -> Layout:
         if self._layout is None:
-            layout = Layout.of([self._spec(name, tensor) for name, tensor in self._weights()])
+            specs: list[TensorSpec] = []
+            for name, tensor in self._weights():
+                if not specs:
+                    self._home = tensor.device
+                specs.append(self._spec(name, tensor))
+            layout = Layout.of(specs)
             if not layout.slots:
                 raise TransferError("there are no weights to send: the trainer yielded none")
             self._layout = layout
@@ -170,10 +189,17 @@ def make_sender(
         from .gloo import GlooSender
 
         return GlooSender(weights, wire_dtype=wire_dtype)
+    if kind is TransferBackend.IPC:
+        from .ipc import IpcSender
+
+        return IpcSender(weights, wire_dtype=wire_dtype)
     if not torch.cuda.is_available():
         raise ChannelError(f"backend {kind.value} needs a GPU and torch sees none: use gloo")
-    from .native import IpcSender, NcclSender
-
     if kind is TransferBackend.NCCL:
+        from .nccl import NcclSender
+
         return NcclSender(weights, wire_dtype=wire_dtype)
-    return IpcSender(weights, wire_dtype=wire_dtype)
+    from .baseline import NativeIpcSender, NativeNcclSender
+
+    native = NativeNcclSender if kind is TransferBackend.NATIVE_NCCL else NativeIpcSender
+    return native(weights, wire_dtype=wire_dtype)

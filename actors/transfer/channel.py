@@ -25,9 +25,20 @@ class Channel:
 
     def __init__(self, meeting: Rendezvous) -> None:
         self.meeting = meeting
-        self.link: Link | None = None
+        self._link: Link | None = None
         self._closed: Future[str] = Future()
         threading.Thread(target=self._watch, name="channel-watch", daemon=True).start()
+
+    @property
+    def link(self) -> Link | None:
+        """What carries the bytes, once it is built."""
+        return self._link
+
+    @link.setter
+    def link(self, link: Link | None) -> None:
+        self._link = link
+        if link is not None and self._closed.done():
+            link.close()  # built too late: nobody else would
 
     @property
     def closed(self) -> str | None:
@@ -67,8 +78,8 @@ class Channel:
     def _end(self, reason: str) -> None:
         with contextlib.suppress(InvalidStateError):
             self._closed.set_result(reason)
-        if self.link is not None:
-            self.link.close()
+        if self._link is not None:
+            self._link.close()
 
     def _watch(self) -> None:
         self._end(self.meeting.closed())

@@ -12,6 +12,7 @@ import torch
 from orchestrator.errors import ChannelError
 from orchestrator.types import ChannelSpec, TransferBackend, TransferStats, WeightUpdate
 
+from . import agreement
 from .base import NamedTensors, Sender, Stopwatch
 from .channel import Channel
 from .layout import manifest_to_wire
@@ -25,6 +26,9 @@ BUCKET_BYTES = 32 << 20
 class LinkSender(Sender):
     """A sender over a broadcast :class:`Link`; subclasses make the link."""
 
+    bucket_bytes = BUCKET_BYTES
+    """Receivers must use the same."""
+
     def __init__(self, weights: Callable[[], NamedTensors], *, wire_dtype: str | None = None):
         super().__init__(weights, wire_dtype=wire_dtype)
         self._lock = threading.Lock()
@@ -35,9 +39,14 @@ class LinkSender(Sender):
     def _connect(self, channel: Channel, spec: ChannelSpec) -> Link:
         """Build the link; blocks until all ranks are there."""
 
-    def _extra(self, nonce: str) -> dict[str, object]:
+    def _extra(self, nonce: str, world_size: int) -> dict[str, object]:
         """Backend-specific plain data for the receivers."""
         return {}
+
+    @property
+    def description(self) -> str:
+        link = None if self._channel is None else self._channel.link
+        return super().description if link is None else link.description
 
     def _pattern(self, nonce: str) -> torch.Tensor:
         return pattern(nonce)
@@ -49,6 +58,7 @@ class LinkSender(Sender):
         manifest = self.manifest()
         manifest_to_wire(manifest)
         nonce = secrets.token_hex(16)
+        extra = self._extra(nonce, world_size)
         meeting = Rendezvous.host(host, nonce, timeout_s)
         spec = ChannelSpec(
             backend=self.backend,
@@ -58,8 +68,14 @@ class LinkSender(Sender):
             nonce=nonce,
             tensors=manifest,
             timeout_s=timeout_s,
-            extra={"node": node_id(), "wire_dtype": self.wire_dtype, **self._extra(nonce)},
+            extra={
+                "node": node_id(),
+                "wire_dtype": self.wire_dtype,
+                "bucket_bytes": self.bucket_bytes,
+                **extra,
+            },
         )
+        agreement.offer(meeting, self._layout_once(), self.bucket_bytes)
         with self._lock:
             self._channel, self._opened = Channel(meeting), spec
         return spec
@@ -100,10 +116,23 @@ class LinkSender(Sender):
             raise ChannelError(f"the channel was closed: {channel.closed}")
         watch = Stopwatch()
         link, layout = channel.link, self._layout_once()
+        try:
+            self._transmit(channel, link, buffer, update)
+        except ChannelError as error:
+            # A broken group is broken for all: closing it frees ranks that still wait.
+            channel.close(str(error))
+            raise
+        return watch.stats(sum(slot.spec.nbytes for slot in layout.slots))
+
+    def _transmit(
+        self, channel: Channel, link: Link, buffer: torch.Tensor, update: WeightUpdate
+    ) -> None:
+        """Hand ``buffer`` over to every rank; returns when this side is done with it."""
+        ranges = self._layout_once().buckets(self.bucket_bytes)
 
         def broadcast_all() -> None:
             pending: Wait | None = None
-            for start, end in layout.buckets(BUCKET_BYTES):
+            for start, end in ranges:
                 following = link.broadcast(buffer[start:end])
                 if pending is not None:
                     pending()
@@ -111,13 +140,7 @@ class LinkSender(Sender):
             if pending is not None:
                 pending()
 
-        try:
-            channel.run(broadcast_all)
-        except ChannelError as error:
-            # A broken group is broken for all: closing it frees ranks that still wait.
-            channel.close(str(error))
-            raise
-        return watch.stats(sum(slot.spec.nbytes for slot in layout.slots))
+        channel.run(broadcast_all)
 
     def close(self) -> None:
         with self._lock:

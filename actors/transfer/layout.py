@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Layout:
                 raise TransferError(f"tensor {spec.name!r} is in the manifest twice")
             seen.add(spec.name)
             slots.append(Slot(spec, offset))
-            offset += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+            offset += padded(spec.nbytes)
         return cls(tuple(slots), offset)
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -73,10 +74,82 @@ class Layout:
             yield start, min(start + nbytes, self.nbytes)
 
 
+def padded(nbytes: int) -> int:
+    """Bytes that a tensor of ``nbytes`` takes in the buffer."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
     """One tensor as a typed view into ``buffer``."""
     raw = buffer[slot.offset : slot.end]
     return raw.view(dtype_of(slot.spec.dtype)).view(slot.spec.shape)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as flat uint8, without a copy (TransferError unless contiguous)."""
+    if not tensor.is_contiguous():
+        raise TransferError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has no flat "
+            "bytes: only contiguous tensors are sent and received in place"
+        )
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def schedule(layout: Layout, bucket_bytes: int) -> list[list[Slot]]:
+    """Whole tensors in the manifest's order, in groups of at most ``bucket_bytes``.
+
+    A larger tensor is a group of its own.
+    """
+    groups: list[list[Slot]] = []
+    left = 0
+    for slot in layout.slots:
+        nbytes = padded(slot.spec.nbytes)
+        if not groups or nbytes > left:
+            groups.append([])
+            left = bucket_bytes
+        groups[-1].append(slot)
+        left -= nbytes
+    return groups
+
+
+def fingerprint(layout: Layout, bucket_bytes: int) -> str:
+    """SHA-256 (hex) of all that both sides of a transfer must agree on."""
+    groups = [len(group) for group in schedule(layout, bucket_bytes)]
+    rows = manifest_to_wire([slot.spec for slot in layout.slots])
+    return hashlib.sha256(json.dumps([bucket_bytes, groups, rows]).encode()).hexdigest()
+
+
+def differences(
+    sent: Sequence[TensorSpec], expected: Sequence[TensorSpec], limit: int = 8
+) -> str | None:
+    """Names that one side lacks or that differ in shape or dtype, in words; None if none do."""
+    there, here = {spec.name: spec for spec in sent}, {spec.name: spec for spec in expected}
+    unlike = [
+        f"{name} ({_form(there[name])} sent, {_form(here[name])} expected)"
+        for name in there
+        if name in here and there[name] != here[name]
+    ]
+    kinds = {
+        "missing": [name for name in here if name not in there],
+        "unexpected": [name for name in there if name not in here],
+        "misshaped": unlike,
+    }
+    found = [
+        f"{len(names)} {kind}: {_some(names, limit)}" for kind, names in kinds.items() if names
+    ]
+    if not found:
+        moved = [a.name for a, b in zip(sent, expected, strict=True) if a != b]
+        found = [f"the order differs from {moved[0]} on"] if moved else []
+    return "; ".join(found) or None
+
+
+def _form(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"
+
+
+def _some(names: Sequence[str], limit: int) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def manifest_to_wire(specs: Sequence[TensorSpec]) -> list[list[object]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed
 
 from orchestrator.errors import ChannelError
 
+from .layout import flat_bytes
 from .rendezvous import Rendezvous, is_loopback, local_address
 from .store import TorchStore
 
@@ -22,12 +23,52 @@ Wait = Callable[[], None]
 """Returns when the broadcast it belongs to is complete here; ChannelError if it broke."""
 
 
+class Pending:
+    """Broadcasts under way. Call it to wait for them, as any :data:`Wait`."""
+
+    def __init__(self, wait: Wait, order: Callable[[], None] | None = None) -> None:
+        self._wait, self._order = wait, order
+
+    def __call__(self) -> None:
+        self._wait()
+
+    def order(self) -> bool:
+        """Let what this thread queues on its device stream come after them, without waiting.
+
+        False, and nothing done, where there is no stream: then only the wait orders.
+        """
+        if self._order is None:
+            return False
+        self._order()
+        return True
+
+
 class Link(ABC):
     """One rank's end. Not thread-safe, but :meth:`close` may come from another thread."""
+
+    description: str
+    """What carries the bytes, with its version if it has one."""
 
     @abstractmethod
     def broadcast(self, buffer: torch.Tensor) -> Wait:
         """Start to send ``buffer`` (rank 0) or to receive into it: flat, contiguous uint8."""
+
+    def broadcast_many(self, buffers: Sequence[torch.Tensor]) -> Pending:
+        """Broadcast each of ``buffers``, contiguous and of any dtype, in this order.
+
+        Every rank gives as many, of the same sizes (TransferError for one that has strides).
+        """
+        flat = [flat_bytes(buffer) for buffer in buffers]
+        waits = [self.broadcast(buffer) for buffer in flat]
+
+        def wait() -> None:
+            try:
+                while waits:
+                    waits.pop(0)()
+            finally:
+                waits.clear()  # what is still under way must not outlive a failure, see GlooLink
+
+        return Pending(wait)
 
     @abstractmethod
     def close(self) -> None:
@@ -36,6 +77,8 @@ class Link(ABC):
 
 class GlooLink(Link):
     """Gloo over TCP. Each broadcast ends within the group's timeout, also if a peer hangs."""
+
+    description = "gloo over TCP"
 
     def __init__(
         self, meeting: Rendezvous, rank: int, world_size: int, timeout_s: float, host: str

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from actors.transfer.base import Sender, make_sender
+from actors.transfer.digest import Part, whole
 from actors.transfer.inbox import Accept, Inbox, Invitation, accept_dtypes
 from actors.transfer.layout import Layout
 from actors.transfer.rendezvous import Rendezvous, node_id
@@ -58,7 +59,7 @@ def join(spec: ChannelSpec, rank: int, accept: Accept = anything) -> Inbox:
 
 
 def receive(inbox: Inbox) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in inbox.tensors()}
+    return {name: tensor.clone() for name, tensor in inbox.tensors("s1")}
 
 
 @contextmanager
@@ -95,7 +96,13 @@ class Group:
         )
         for inbox in self.inboxes:
             inbox.start_digest(key)
-        return [json.loads(reader.take(f"{key}/{i.rank}"))["digests"] for i in self.inboxes]
+        shapes = {spec.name: spec.shape for spec in self.spec.tensors}
+        found = []
+        for inbox in self.inboxes:
+            answer = json.loads(reader.take(f"{key}/{inbox.rank}"))
+            parts = {name: Part.from_wire(part) for name, part in answer["parts"].items()}
+            found.append(whole("one", shapes, {inbox.rank: parts}))
+        return found
 
 
 def error_of(future: Future[Any]) -> BaseException:
