@@ -293,11 +293,9 @@ async def open_receivers(llm: Any, init_info: Mapping[str, Any]) -> None:
     await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(init_info)))
 
 
-async def receive(llm: Any, update_info: Mapping[str, Any]) -> None:
-    """Every worker receives and loads."""
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-    await llm.update_weights(WeightTransferUpdateRequest(update_info=dict(update_info)))
+async def set_version(llm: Any, version: PolicyVersion) -> None:
+    """Tokens written from now on carry ``version``."""
+    await llm.engine_core.set_weight_version_async(str(version))
 
 
 # weights, in the workers
@@ -310,6 +308,76 @@ def loading_context() -> contextlib.AbstractContextManager[Any]:
     except ImportError:
         return contextlib.nullcontext()
     return disable_mtp_completeness_check()  # type: ignore[no-any-return]
+
+
+def derived_weights(model: torch.nn.Module) -> Iterator[str]:
+    """Why copying into the parameters of a loaded model is not enough, one reason a layer.
+
+    What vLLM makes of weights after loading (quantised, re-packed, shuffled or absorbed ones)
+    stays as it was when only the parameters change.
+    """
+    if hasattr(model, "process_weights_after_loading"):
+        yield f"{type(model).__name__} processes its weights after loading"
+    for name, module in model.named_modules():
+        reason = _packed(module) or _quantised(module) or _absorbed(module)
+        if reason:
+            yield f"{name or type(model).__name__}: {reason}"
+
+
+def _packed(layer: torch.nn.Module) -> str:
+    # Plain functions read the weight they are given; a closure holds its own copy.
+    if getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
+        return "the CPU computes with a re-packed copy"
+    for copy in ("_cpu_unpacked_conv_weight", "_bf16x3_weight", "_moonep_weight_layout"):
+        if getattr(layer, copy, None) is not None:
+            return f"vLLM computes with a copy of its weight ({copy})"
+    return ""
+
+
+def _quantised(layer: torch.nn.Module) -> str:
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, FusedMoEModularMethod):
+        method = method.old_quant_method
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        # The other kernels want the experts swapped, padded or in blocks.
+        backend = method.unquantized_backend.name
+        if backend not in ("TRITON", "BATCHED_TRITON"):
+            return f"experts are re-packed for the {backend} kernel"
+    elif isinstance(method, QuantizeMethodBase):
+        plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+        known = [kind.process_weights_after_loading for kind in plain]
+        # GateLinear's only makes the copy that _packed looks for.
+        if not isinstance(method, plain) or (
+            type(method).process_weights_after_loading not in known
+            and type(method).__name__ != "_GateLinearMethod"
+        ):
+            return f"weights are processed by {type(method).__name__}"
+    return ""
+
+
+def _absorbed(layer: torch.nn.Module) -> str:
+    from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+    from vllm.v1.attention.backend import AttentionImplBase
+
+    if not is_deferred_attention_layer(layer) or getattr(layer, "fp8_enabled", None) is False:
+        return ""
+    if not isinstance(layer, Attention):
+        return f"{type(layer).__name__} processes weights after loading"
+    for impl in layer.impl.get_impl_variants():
+        plain = type(impl).process_weights_after_loading
+        # FlashInfer's only casts sinks, and most models have none.
+        if (
+            plain is not AttentionImplBase.process_weights_after_loading
+            and getattr(impl, "_sinks_source", impl) is not None
+        ):
+            return f"{type(impl).__name__} processes weights after loading"
+    return ""
 
 
 def begin_reload(model: torch.nn.Module, model_config: Any, *, interrupted: bool) -> None:
@@ -389,3 +457,50 @@ def _open_layers(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
 
     infos = {layer: get_layerwise_info(layer) for layer in model.modules()}
     return {layer: info for layer, info in infos.items() if info.can_load()}
+
+
+# NCCL, and vLLM's own transfer
+
+
+def nccl_wrapper() -> Any:
+    """The module with ``NCCLLibrary`` and ``find_nccl_library``."""
+    from vllm.distributed.device_communicators import pynccl_wrapper
+
+    return pynccl_wrapper
+
+
+def nccl_unique_id() -> bytes:
+    """A new identity for a group of NCCL ranks."""
+    return bytes(nccl_wrapper().NCCLLibrary().ncclGetUniqueId().internal)
+
+
+def nccl_communicator(unique_id: bytes, rank: int, world_size: int, device: torch.device) -> Any:
+    """A ``PyNcclCommunicator``; blocks until all ranks are there. It may be ``disabled``."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    try:
+        from vllm.utils.nccl import unpinned_nccl_env
+    except ImportError:
+        unpinned_nccl_env = contextlib.nullcontext
+    # Settings that vLLM pins for its own groups would differ from the trainer's.
+    with unpinned_nccl_env():
+        return PyNcclCommunicator.from_unique_id_bytes(unique_id, rank, world_size, device)
+
+
+def send_packed(
+    communicator: Any,
+    device: torch.device,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    buffer_bytes: int,
+) -> None:
+    """vLLM's own packed broadcast from rank 0; returns when all has left."""
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+    with torch.cuda.device(device):
+        packed_nccl_broadcast_producer(
+            iterator=tensors,
+            group=communicator,
+            src=0,
+            post_iter_func=lambda item: item[1],
+            buffer_size_bytes=buffer_bytes,
+        )

@@ -1,8 +1,8 @@
 """The weights a replica serves, and the channel that new ones arrive over.
 
-They are in one of three states: *clean* (a committed version), *receiving* (between ``start``
-and ``finish``) and *dirty* (an update failed). Only clean weights are ever served; dirty ones
-become clean by a whole new update.
+They are in one of these states: *clean* (a committed version), *receiving* and *received*
+(between ``start`` and ``finish``) and *dirty* (an update failed). Only clean weights are ever
+served; dirty ones become clean by a whole new update.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 from orchestrator.errors import ChannelError, EngineError, MidflightError, TransferError
 from orchestrator.types import (
@@ -28,6 +28,7 @@ from . import vllm_compat
 from .core import Core
 from .reporting import ActorReporter
 from .transfer.channel import Channel
+from .transfer.digest import Part, whole
 from .transfer.inbox import Invitation
 from .transfer.rendezvous import Rendezvous
 
@@ -43,13 +44,15 @@ class Weights:
         self._core = core
         self._backend = backend
         self._reporter = reporter
-        self._state: Literal["clean", "receiving", "dirty"] = "clean"
+        self._state: Literal["clean", "receiving", "received", "dirty"] = "clean"
         self._why_dirty = ""
         self._epoch = 0
         self._channel: Channel | None = None
         self._spec: ChannelSpec | None = None
         self._first_rank = -1
-        self._digest_calls = 0
+        self._fetched = ""
+        self._asked = 0
+        self._how: list[str] = []
 
     @property
     def cache_salt(self) -> str:
@@ -78,7 +81,7 @@ class Weights:
         # vLLM calls a paused engine sleeping too.
         if not paused and await self._core.or_death(llm.is_sleeping()):
             raise ChannelError(f"engine {name} sleeps: wake it up before a swap")
-        self._channel = None
+        self._channel, self._fetched = None, ""
         invitation = asdict(Invitation.of(spec, first_rank))
         meeting = await asyncio.to_thread(
             Rendezvous.join,
@@ -91,12 +94,20 @@ class Weights:
         self._channel, self._spec, self._first_rank = Channel(meeting), spec, first_rank
         try:
             await self._core.or_death(vllm_compat.open_receivers(llm, {"invitation": invitation}))
+            await self._tell_how()
         except MidflightError:
             self._channel = None
             raise
         self._reporter.info(
             "channel open", backend=spec.backend.value, rank=first_rank, bytes=spec.nbytes
         )
+
+    async def _tell_how(self) -> None:
+        """Log how the workers apply updates, when that has changed."""
+        how = await self._core.or_death(self._core.running().collective_rpc("midflight_describe"))
+        if how != self._how:
+            self._how = list(how)
+            self._reporter.info("updates are applied by", workers=sorted(set(how)))
 
     async def close_channel(self) -> None:
         """Leave the group. Idempotent; ends a transfer that is under way."""
@@ -115,48 +126,80 @@ class Weights:
 
     # one update
 
-    async def start(self, update: WeightUpdate) -> None:
-        """From here on the weights are not to be served."""
-        llm = self._core.running()
+    async def prefetch(self, update: WeightUpdate) -> TransferStats:
+        """Fetch the bytes of ``update`` while decoding goes on; they are there on return."""
         self._open()
-        if self._state != "clean":
-            await self._core.or_death(llm.collective_rpc("midflight_forget"))
+        assert self._spec is not None
+        self._fetched = ""
+        began = time.perf_counter()
+        await self._ask("prefetch", "midflight_prefetch", update.sync_id)
+        self._fetched = update.sync_id
+        return TransferStats(self._spec.nbytes, time.perf_counter() - began)
+
+    def must_have(self, update: WeightUpdate) -> None:
+        """TransferError if ``update`` should be at hand and is not, ChannelError if closed."""
+        self._open()
+        if update.at_hand and self._fetched != update.sync_id:
+            raise TransferError(
+                f"update {update.sync_id} is not at hand at engine {self._core.name}: prefetch it"
+            )
+
+    async def start(self, update: WeightUpdate) -> None:
+        """From here on the weights are not to be served. The workers are not told yet."""
+        self._core.running()
+        self.must_have(update)
         self._state = "receiving"
         self._epoch += 1
-        with self._dirty_on_error(f"update {update.sync_id} did not start"):
-            await self._core.or_death(llm.start_weight_update())
 
     async def receive(self, update: WeightUpdate) -> TransferStats:
-        """Receive every tensor and load it. Returns when the data is usable."""
+        """Receive every tensor, if it was not prefetched, and load it; usable on return."""
         llm, spec = self._core.running(), self._receiving(update)
         began = time.perf_counter()
         with self._dirty_on_error(f"update {update.sync_id} did not arrive"):
-            await self._core.or_death(vllm_compat.receive(llm, {"sync_id": update.sync_id}))
+            await self._core.or_death(llm.collective_rpc("midflight_apply", args=(update.sync_id,)))
+            self._state = "received"
         return TransferStats(spec.nbytes, time.perf_counter() - began)
 
     async def finish(self, update: WeightUpdate) -> None:
-        """Finalise; tokens written from now on carry ``update.version``."""
+        """Tokens written from now on carry ``update.version``."""
         llm = self._core.running()
-        self._receiving(update)
+        if self._state != "received":
+            self._receiving(update)  # says what is wrong, unless nothing was received
+            raise TransferError(f"engine {self._core.name} has not received {update.sync_id}")
         with self._dirty_on_error(f"update {update.sync_id} was not finished"):
-            await self._core.or_death(llm.finish_weight_update(str(update.version)))
+            await self._core.or_death(vllm_compat.set_version(llm, update.version))
         self._state, self.version = "clean", update.version
 
     async def digests(self) -> dict[str, str]:
-        """Digests of the staged bytes; the same on all workers, else TransferError."""
+        """Digests of what the workers hold, by checkpoint tensor; TransferError if they differ."""
+        self._open()
+        assert self._spec is not None
+        shapes = {spec.name: spec.shape for spec in self._spec.tensors}
+        answers = await self._ask("digest", "midflight_digest")
+        parts = {
+            rank: {name: Part.from_wire(part) for name, part in answer["parts"].items()}
+            for rank, answer in answers.items()
+        }
+        await self._tell_how()
+        return await asyncio.to_thread(whole, self._core.name, shapes, parts)
+
+    async def _ask(self, what: str, method: str, *args: str) -> dict[int, dict[str, Any]]:
+        """Have every worker do something on a thread, while it decodes; the answer of each rank.
+
+        TransferError with a rank's reason; ChannelError when the channel is closed meanwhile.
+        """
         meeting, first_rank = self._open().meeting, self._first_rank
-        self._digest_calls += 1
-        key = f"digest/{self._core.name}/{self._digest_calls}"
+        self._asked += 1
+        key = f"{what}/{self._core.name}/{self._asked}"
         llm = self._core.running()
-        await self._core.or_death(llm.collective_rpc("midflight_digest", args=(key,)))
-        answers: dict[int, dict[str, str]] = {}
+        await self._core.or_death(llm.collective_rpc(method, args=(*args, key)))
+        answers: dict[int, dict[str, Any]] = {}
         for rank in range(first_rank, first_rank + vllm_compat.model_facts(llm)["workers"]):
             text = await self._core.or_death(asyncio.to_thread(meeting.take, f"{key}/{rank}"))
-            answer = json.loads(text)
-            if "error" in answer:
-                raise TransferError(f"rank {rank} could not digest: {answer['error']}")
-            answers[rank] = answer["digests"]
-        return same_on_all(self._core.name, answers)
+            answers[rank] = json.loads(text)
+            if "error" in answers[rank]:
+                raise TransferError(f"{what} failed at rank {rank}: {answers[rank]['error']}")
+        return answers
 
     def _receiving(self, update: WeightUpdate) -> ChannelSpec:
         self._open()
@@ -178,17 +221,3 @@ class Weights:
             self._why_dirty = f"{why}: {str(error) or type(error).__name__}"
             self._reporter.error("update failed", reason=self._why_dirty)
             raise
-
-
-def same_on_all(engine: str, answers: Mapping[int, dict[str, str]]) -> dict[str, str]:
-    """The digests (by tensor) that every rank of ``answers`` has (TransferError if they differ)."""
-    first_rank = min(answers)
-    first = answers[first_rank]
-    for rank, found in answers.items():
-        differing = [name for name in first if found.get(name) != first[name]]
-        if differing or len(found) != len(first):
-            raise TransferError(
-                f"ranks {first_rank} and {rank} of engine {engine} received different "
-                f"bytes: {', '.join(differing[:8])}"
-            )
-    return first

@@ -109,12 +109,11 @@ def ray_session() -> Iterator[None]:
     ray.shutdown()
 
 
-def engine_options(faults: Path) -> dict[str, Any]:
+def engine_options(faults: Path, **environment: str) -> dict[str, Any]:
     """Ray's actor options that put the fault plugin into the engine's processes."""
     path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH", "")]))
-    return {
-        "runtime_env": {"env_vars": {"PYTHONPATH": path, "MIDFLIGHT_TEST_FAULT_FILE": str(faults)}}
-    }
+    env = {"PYTHONPATH": path, "MIDFLIGHT_TEST_FAULT_FILE": str(faults), **environment}
+    return {"runtime_env": {"env_vars": env}}
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

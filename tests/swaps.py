@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.context import operation
@@ -18,12 +18,14 @@ from orchestrator.types import (
     KVPolicy,
     PauseAck,
     PauseMode,
+    PhaseTimeouts,
     PolicyVersion,
     Prompt,
     TransferBackend,
     TransferStats,
     WeightUpdate,
 )
+from orchestrator.types import Swapped as OneCall
 
 TIMEOUT_S = 30.0
 _ids = itertools.count()
@@ -91,6 +93,15 @@ class Swapped:
     stats: TransferStats
 
 
+@dataclass
+class Prefetched:
+    """What is at the engine, ready to be applied."""
+
+    update: WeightUpdate
+    sent: Digests
+    stats: TransferStats
+
+
 class Rig:
     """One engine, one sender, and the versions they are at."""
 
@@ -101,12 +112,15 @@ class Rig:
         self.version = PolicyVersion(0)
         self.workers = 1
         self.opened = False
+        self.staged = False
+        """Whether channels that are opened from now on are staged."""
 
     async def open(self) -> None:
         """(Re)open the channel."""
         await self.engine.close_channel()
         await self.sender.close_channel()
         spec = await self.sender.listen(TransferBackend.GLOO, 1 + self.workers, TIMEOUT_S)
+        spec = replace(spec, staged=self.staged)
         await asyncio.gather(self.engine.open_channel(spec, 1), self.sender.open_channel(spec))
         self.opened = True
 
@@ -122,14 +136,37 @@ class Rig:
             backend=TransferBackend.GLOO,
             pause_mode=mode,
             kv_policy=kv,
+            staged=self.staged,
         )
+
+    async def prefetch(self, update: WeightUpdate) -> TransferStats:
+        """Bring the staged bytes to the engine, which goes on."""
+        stats, _ = await asyncio.gather(self.engine.prefetch(update), self.sender.send(update))
+        return stats
+
+    async def ready(self, which: str, kv: KVPolicy = KVPolicy.RECOMPUTE) -> Prefetched:
+        """The weights ``which`` staged and prefetched (the channel must be a staged one)."""
+        update = self.next_update(kv=kv)
+        self.use(which)
+        sent = await self.sender.stage(update.version)
+        return Prefetched(update, sent, await self.prefetch(update))
+
+    async def swap_in_one(self, update: WeightUpdate) -> OneCall:
+        """A whole swap to what was prefetched."""
+        with operation(sync_id=update.sync_id, version=update.version):
+            done = await self.engine.swap(update, PhaseTimeouts())
+        self.version = update.version
+        return done
 
     async def apply(self, update: WeightUpdate) -> TransferStats:
         """Start, receive, finish: the engine is paused before and after."""
         await self.engine.start_update(update)
-        stats, _ = await asyncio.gather(
-            self.engine.receive_update(update), self.sender.send(update)
-        )
+        if update.at_hand:
+            stats = await self.engine.receive_update(update)
+        else:
+            stats, _ = await asyncio.gather(
+                self.engine.receive_update(update), self.sender.send(update)
+            )
         await self.engine.finish_update(update)
         self.version = update.version
         return stats
@@ -147,6 +184,8 @@ class Rig:
         self.use(which)
         sent = await self.sender.stage(update.version)
         with operation(sync_id=update.sync_id, version=update.version):
+            if update.at_hand:
+                await self.prefetch(update)
             ack = await self.engine.pause(mode, kv)
             stats = await self.apply(update)
             await self.engine.resume()

@@ -1,14 +1,17 @@
 """The receiving end of a channel, one a worker. Knows tensors, not vLLM.
 
-A subclass for another link overrides :meth:`Inbox.connect`, :attr:`Inbox.device` or
-:meth:`Inbox.arrive`.
+Bytes arrive in one flat buffer, laid out as the manifest says. Where the update is *at hand*
+(staged, or the sender's memory is mapped) they are fetched while decoding goes on, on a thread
+and a stream of their own; to commit them only this worker is needed. Else they are fetched when
+they are applied.
+
+A subclass for another link overrides :meth:`Inbox.connect`, :attr:`Inbox.device`,
+:meth:`Inbox.check`, :meth:`Inbox.arrive` or :meth:`Inbox.deliver`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +21,15 @@ import torch
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import ChannelSpec
 
+from . import agreement
+from .aside import Aside
 from .channel import Channel
-from .digest import digest_all
+from .digest import Part, parts_of
 from .gloo import BUCKET_BYTES
 from .layout import Layout, manifest_from_wire, manifest_to_wire
 from .link import GlooLink, Link
+from .plan import Bound, LoadPlan
+from .region import Region
 from .rendezvous import Rendezvous, pattern
 
 
@@ -30,6 +37,7 @@ from .rendezvous import Rendezvous, pattern
 class Invitation:
     """A ChannelSpec as plain data, as it goes through vLLM's RPC, and where ranks begin."""
 
+    backend: str
     host: str
     port: int
     world_size: int
@@ -38,6 +46,7 @@ class Invitation:
     tensors: list[list[Any]]
     timeout_s: float
     extra: dict[str, Any]
+    staged: bool = False
 
     @classmethod
     def of(cls, spec: ChannelSpec, first_rank: int) -> Invitation:
@@ -50,6 +59,7 @@ class Invitation:
         if not same:
             raise ChannelError(f"the channel's extra data is not plain data: {extra!r}")
         return cls(
+            backend=spec.backend.value,
             host=spec.host,
             port=spec.port,
             world_size=spec.world_size,
@@ -58,6 +68,7 @@ class Invitation:
             tensors=manifest_to_wire(spec.tensors),
             timeout_s=spec.timeout_s,
             extra=extra,
+            staged=spec.staged,
         )
 
 
@@ -68,6 +79,10 @@ Accept = Callable[[Layout], None]
 class Inbox:
     """Joins on creation: blocks until the channel is proved, or ChannelError says why not."""
 
+    layout: Layout
+    bucket_bytes = BUCKET_BYTES
+    """The sender must use the same."""
+
     def __init__(
         self, invitation: Invitation, rank: int, accept: Accept, device: torch.device
     ) -> None:
@@ -75,7 +90,11 @@ class Inbox:
         self.invitation = invitation
         self.target = device
         """Where the model lives."""
-        self._digesting: threading.Thread | None = None
+        self.fetched: str | None = None
+        """Sync id of the update whose bytes are all in the buffer, while it is at hand."""
+        self._buffer: torch.Tensor | None = None
+        self._binding: tuple[LoadPlan, torch.Tensor, Bound] | None = None
+        self.aside = Aside(device)
         asked = invitation
         self.channel = Channel(
             Rendezvous.join(
@@ -92,13 +111,20 @@ class Inbox:
             self.channel.close(f"rank {rank}: {error}")
             raise
 
-    layout: Layout
-    staging: torch.Tensor
+    # what another link changes
 
     @property
     def device(self) -> torch.device:
         """Where the bytes arrive."""
         return torch.device("cpu")
+
+    @property
+    def at_hand(self) -> bool:
+        """Updates are fetched before they are applied."""
+        return self.invitation.staged
+
+    def check(self) -> None:
+        """ChannelError, before anybody waits for this worker, if the link cannot work here."""
 
     def connect(self) -> Link | None:
         """Build the link; blocks until all ranks are there. None: memory is shared."""
@@ -115,57 +141,110 @@ class Inbox:
         return arrived.cpu()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """The staging buffer, flat uint8, kept for the life of the channel."""
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        """The flat uint8 buffer (ChannelError if there is no memory for it)."""
+        _must_fit(nbytes, self.device)
+        try:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:
+            raise ChannelError(f"no memory to receive {nbytes / 1e9:.2f} GB in: {error}") from error
 
     def arrive(self) -> Iterator[int]:
-        """Fill the staging buffer; yields how many of its bytes have arrived (ChannelError)."""
+        """Fill the buffer; yields how many of its bytes have arrived (ChannelError)."""
         if self.channel.link is None:
             raise ChannelError(f"the channel was closed: {self.channel.closed}")
-        ranges = list(self.layout.buckets(BUCKET_BYTES))
-        waits = [self.channel.link.broadcast(self.staging[a:b]) for a, b in ranges]
+        buffer = self.buffer()
+        ranges = list(self.layout.buckets(self.bucket_bytes))
+        waits = [self.channel.link.broadcast(buffer[a:b]) for a, b in ranges]
         for wait, (_, end) in zip(waits, ranges, strict=True):
             self.channel.run(wait)
             yield end
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor as soon as all of it is there, as a view into the staging buffer."""
+    def deliver(self, plan: LoadPlan, sync_id: str) -> None:
+        """Bring the update into the model by ``plan``; on a device, its copies are only queued."""
+        self._have(sync_id)
+        self.bound(plan).run()
+
+    # receiving
+
+    def buffer(self) -> torch.Tensor:
+        """Where the bytes arrive: flat uint8, kept for the life of the channel."""
+        if self._buffer is None:
+            self._buffer = self.allocate(self.layout.nbytes)
+        return self._buffer
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Each tensor in the buffer."""
+        return dict(self.layout.views(self.buffer()))
+
+    def fetch(self) -> None:
+        """Receive all bytes; they are there, on the device too, when this returns."""
+        for _ in self.arrive():
+            pass
+
+    def start_prefetch(self, sync_id: str, key: str) -> None:
+        """Fetch on a thread while the model goes on; the outcome is published as ``key/<rank>``."""
+        self.fetched = None
+
+        def done(answer: dict[str, object]) -> None:
+            if "error" not in answer:
+                self.fetched = sync_id
+            self._publish(key, answer)
+
+        self.aside.start("prefetch", self.fetch, done)
+
+    def tensors(self, sync_id: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor as soon as all of it is there, as a view into the buffer."""
+        if self.at_hand:
+            self._have(sync_id)
+            yield from self.layout.views(self.buffer())
+            return
         arrived = self.arrive()
         have = 0
-        for slot, named in zip(self.layout.slots, self.layout.views(self.staging), strict=True):
+        for slot, named in zip(self.layout.slots, self.layout.views(self.buffer()), strict=True):
             while have < slot.end:
                 have = next(arrived)
             yield named
         for _ in arrived:
             pass
 
-    def start_digest(self, key: str) -> None:
-        """Digest what arrived, on a thread; publishes ``{name: digest}`` as ``key/<rank>``."""
-        self.finish_digest()
-        self._digesting = threading.Thread(
-            target=self._digest, args=(key,), name="digest", daemon=True
-        )
-        self._digesting.start()
+    def bound(self, plan: LoadPlan) -> Bound:
+        """``plan`` with the buffer's tensors as its sources; made once a buffer."""
+        buffer = self.buffer()
+        if self._binding is None or self._binding[0] is not plan or self._binding[1] is not buffer:
+            self._binding = (plan, buffer, plan.bind(self.views()))
+        return self._binding[2]
 
-    def finish_digest(self) -> None:
-        """Wait until no thread reads the staging buffer any more."""
-        if self._digesting is not None:
-            self._digesting.join()
-            self._digesting = None
+    def _have(self, sync_id: str) -> None:
+        if not self.at_hand:
+            self.fetch()
+        elif self.fetched != sync_id:
+            raise TransferError(f"update {sync_id} is not at hand ({self.fetched} is): prefetch it")
+
+    # proof
+
+    def parts(self) -> dict[str, Part]:
+        """Digest of what arrived, in the buffer."""
+        shapes = {slot.spec.name: slot.spec.shape for slot in self.layout.slots}
+        arrived = ((n, Region.whole(shapes[n]), t) for n, t in self.views().items())
+        return parts_of(arrived, shapes)
+
+    def start_digest(self, key: str, parts: Callable[[], dict[str, Part]] | None = None) -> None:
+        """Digest on a thread (``parts``, or what arrived); published as ``key/<rank>``."""
+        digest = parts or self.parts
+
+        def work() -> dict[str, object]:
+            return {"parts": {name: part.to_wire() for name, part in digest().items()}}
+
+        self.aside.start("digest", work, lambda answer: self._publish(key, answer))
 
     def leave(self, reason: str) -> None:
         """Close the channel for all its members. Idempotent. The inbox is of no use then: a
-        wait that was left behind may still write into its staging buffer.
+        wait that was left behind may still write into its buffer.
         """
         self.channel.close(reason)
 
-    def _digest(self, key: str) -> None:
-        try:
-            answer: dict[str, object] = {"digests": digest_all(self.layout.views(self.staging))}
-        except Exception as error:
-            answer = {"error": str(error)}
-        with contextlib.suppress(ChannelError):  # closed: whoever asked is told so
-            self.channel.meeting.put(f"{key}/{self.rank}", json.dumps(answer))
+    def _publish(self, key: str, answer: dict[str, object]) -> None:
+        self.channel.meeting.put(f"{key}/{self.rank}", json.dumps(answer))
 
     def _handshake(self, accept: Accept) -> None:
         meeting, rank = self.channel.meeting, self.rank
@@ -191,8 +270,12 @@ class Inbox:
                 f"rank {first} has more workers than it was given ranks"
             )
         self.layout = Layout.of(manifest_from_wire(self.invitation.tensors))
+        agreement.check(self.channel.meeting, self.layout, self.bucket_bytes, self.invitation.extra)
+        self.check()
         accept(self.layout)
-        self.staging = self.allocate(self.layout.nbytes)
+        if self.at_hand:
+            # Now, not at the first swap: what does not fit is refused while nobody waits.
+            self.buffer()
 
     def _prove(self) -> str | None:
         arrived, expected = self.receive_pattern(), pattern(self.invitation.nonce)
@@ -202,6 +285,18 @@ class Inbox:
         return (
             f"{wrong} of {expected.numel()} bytes of the known pattern arrived wrong: this link "
             "does not carry data, nothing may be sent over it"
+        )
+
+
+def _must_fit(nbytes: int, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if nbytes > free:
+        raise ChannelError(
+            f"a copy of the weights takes {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} of "
+            f"{total / 1e9:.0f} GB are free on {device}: lower --gpu-memory-utilization, or use "
+            "a backend that does not stage"
         )
 
 

@@ -1,15 +1,9 @@
-"""Under which name vLLM finds the receiver of each backend."""
+"""Under which names vLLM finds our parts."""
 
 from __future__ import annotations
 
-from orchestrator.types import TransferBackend
-
-ENGINE_NAMES: dict[TransferBackend, tuple[str, str]] = {
-    TransferBackend.GLOO: ("gloo", "GlooReceiver"),
-    TransferBackend.NCCL: ("midflight_nccl", "NcclReceiver"),
-    TransferBackend.IPC: ("midflight_ipc", "IpcReceiver"),
-}
-"""Backend -> (name in vLLM's registry, class in ``actors.transfer.receiver``)."""
+ENGINE_NAME = "midflight"
+"""Of the receiver in vLLM's registry of weight-transfer engines."""
 
 WORKER_EXTENSION = "actors.transfer.worker.WorkerExtension"
 """Methods that every vLLM worker gets."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Make the receivers known to vLLM and tie engine processes to their actor. Idempotent."""
+    """Make the receiver known to vLLM and tie engine processes to their actor. Idempotent."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     from actors.processes import die_with_actor
 
-    from .names import ENGINE_NAMES
+    from .names import ENGINE_NAME
 
-    for name, cls in ENGINE_NAMES.values():
-        if name not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(name, "actors.transfer.receiver", cls)
+    if ENGINE_NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            ENGINE_NAME, "actors.transfer.receiver", "Receiver"
+        )
     die_with_actor()

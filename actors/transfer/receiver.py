@@ -1,13 +1,17 @@
-"""The engine's side: vLLM weight-transfer engines that receive one flat buffer.
+"""The engine's side: the vLLM weight-transfer engine that receives over a channel of ours.
 
-vLLM makes one of these in every worker process (registered by ``plugin.register``) and calls
-it through the worker's RPCs, in this order::
+vLLM makes one in every worker process (registered by ``plugin.register``). Which backend it
+receives over is the channel's; the next channel may have another. The worker extension calls it,
+in this order::
 
-    init_transfer_engine   check the manifest, join, receive the known pattern
-    start_weight_update    vLLM's layerwise reload begins: the weights are not to be served
-    update_weights         receive all buckets into the staging buffer, load from it
-    finish_weight_update   layerwise reload ends; refused unless every weight was loaded
-    start_digest           later, on a thread, from the staging buffer
+    init_transfer_engine   check the manifest, record the load plan, join, prove the channel
+    start_prefetch         (at hand) fetch the bytes while decoding goes on
+    replay                 put them where the plan says, one batch of copies; or, without one:
+    start_weight_update      vLLM's layerwise reload begins: the weights are not to be served
+    update_weights           load every tensor
+    finish_weight_update     layerwise reload ends; refused unless every weight was loaded
+    start_digest           later, on a thread
+
 
 Errors cross vLLM's RPC as text: see ``wire_errors``.
 """
@@ -27,10 +31,14 @@ from vllm.distributed.weight_transfer.base import (
 
 from actors import vllm_compat
 from orchestrator.errors import ChannelError, TransferError
+from orchestrator.types import TransferBackend
 
+from .baseline import NativeInbox, NativeIpcInbox, NativeNcclInbox
 from .inbox import Inbox, Invitation, accept_dtypes
+from .ipc import IpcInbox
 from .layout import Layout, dtype_name, worker_rank
-from .native import IpcInbox, NcclInbox
+from .nccl import NcclInbox
+from .planned import Planned
 from .wire_errors import wire_errors
 
 
@@ -48,16 +56,27 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     sync_id: str
 
 
-class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Receives over gloo; the base of the other receivers."""
+INBOXES: dict[TransferBackend, type[Inbox]] = {
+    TransferBackend.GLOO: Inbox,
+    TransferBackend.NCCL: NcclInbox,
+    TransferBackend.IPC: IpcInbox,
+    TransferBackend.NATIVE_NCCL: NativeNcclInbox,
+    TransferBackend.NATIVE_IPC: NativeIpcInbox,
+}
+
+
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """One worker's. Not thread-safe: vLLM calls it from one thread."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    inbox_cls: type[Inbox] = Inbox
+    inboxes = INBOXES
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._arguments = args
         self._inbox: Inbox | None = None
+        self._planned = Planned(self.model)
         self._expected: set[str] = set()
         self._tied: dict[str, str] = {}
         self._reloading = False
@@ -80,13 +99,16 @@ class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
         def accept(layout: Layout) -> None:
             accept_dtypes(holds, main, declared, layout)
+            if not self._reloading:  # what a failed reload left has no parameters to plan for
+                self._planned.record(layout)
 
-        self._inbox = self.inbox_cls(invitation, rank, accept, self.device)
+        inbox_cls = self.inboxes[TransferBackend(invitation.backend)]
+        self._inbox = inbox_cls(invitation, rank, accept, self.device)
 
     @wire_errors
     def start_weight_update(self) -> None:
         """Begin layerwise reload. A former, failed update is forgotten first."""
-        self._opened().finish_digest()
+        self._opened().aside.finish()
         if not self._reloading:
             self._tied = vllm_compat.tied_parameters(self.model)
         vllm_compat.begin_reload(self.model, self.model_config, interrupted=self._reloading)
@@ -95,13 +117,12 @@ class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     @wire_errors
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive every tensor and load it; returns when the data is usable.
+        """Load every tensor; returns when the data is usable.
 
         Not the base's: that one synchronises an accelerator even where there is none.
         """
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        self._synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See :meth:`update_weights`. On any error the channel is left, so that peers fail too."""
@@ -109,7 +130,7 @@ class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
             raise TransferError(f"update {update_info.sync_id} was not started")
         self._loaded = False
         try:
-            self._receive(self._opened())
+            self._load(self._opened(), update_info.sync_id)
         except TransferError as error:
             self.leave(str(error))
             raise
@@ -131,12 +152,45 @@ class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         vllm_compat.end_reload(self.model, self.model_config)
         vllm_compat.refresh_tied(self.model, self._tied)
         self._reloading = self._loaded = False
+        self._synchronize()
+        inbox = self._opened()
+        if self._planned.wants_proof and not isinstance(inbox, NativeInbox):
+            # Now, in the first pause: later the sender may have other bytes in mapped memory.
+            self._planned.prove(inbox.views())
 
     def shutdown(self) -> None:
         """Leave the channel."""
         self.leave("the engine shuts down")
 
     # for the worker extension
+
+    @wire_errors
+    def start_prefetch(self, sync_id: str, key: str) -> None:
+        """See :meth:`Inbox.start_prefetch`."""
+        self._opened().start_prefetch(sync_id, key)
+
+    @wire_errors
+    def replay(self, sync_id: str) -> bool:
+        """Apply the update by the load plan; False, and nothing done, where there is none yet.
+
+        Returns when the data is usable. On any error the channel is left.
+        """
+        inbox = self._opened()
+        inbox.aside.finish()
+        plan = self._planned.proven
+        if plan is None or self._reloading or isinstance(inbox, NativeInbox):
+            return False
+        try:
+            inbox.deliver(plan, sync_id)
+            self._synchronize()
+        except TransferError as error:
+            self.leave(str(error))
+            raise
+        except Exception as error:
+            problem = TransferError(f"replaying the load plan failed: {error}")
+            self.leave(str(problem))
+            raise problem from error
+        return True
 
     def forget(self) -> None:
         """The update is over, unfinished; what the model holds now is not to be served."""
@@ -150,17 +204,34 @@ class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     @wire_errors
     def start_digest(self, key: str) -> None:
-        """See :meth:`Inbox.start_digest`."""
-        self._opened().start_digest(key)
+        """Digest what the model holds, or, where no plan says where that is, what arrived."""
+        inbox, planned = self._opened(), self._planned
+
+        live = planned.proven is not None or isinstance(inbox, NativeInbox)
+        inbox.start_digest(key, planned.parts if live else inbox.parts)
+
+    def describe(self) -> str:
+        """How updates are applied here, in words."""
+        if isinstance(self._inbox, NativeInbox):
+            return "vLLM's own transfer and layerwise reload"
+        return self._planned.describe()
 
     def _opened(self) -> Inbox:
         if self._inbox is None:
             raise ChannelError("no channel is open at this worker: open one (again)")
         return self._inbox
 
-    def _receive(self, inbox: Inbox) -> None:
-        with vllm_compat.loading_context():
-            loaded = self.model.load_weights(self._noted(inbox))
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+
+    def _load(self, inbox: Inbox, sync_id: str) -> None:
+        loaded: set[str] | None = None
+        if isinstance(inbox, NativeInbox):
+            inbox.load(self._arguments, sync_id)
+        else:
+            with vllm_compat.loading_context():
+                loaded = self.model.load_weights(self._noted(inbox, sync_id))
         missing = set(vllm_compat.incomplete_parameters(self.model, self._tied))
         if loaded is not None:
             missing |= self._expected - set(loaded)
@@ -170,22 +241,10 @@ class GlooReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
                 f"{_some(missing)}. The trainer's checkpoint names must cover the engine's model"
             )
 
-    def _noted(self, inbox: Inbox) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in inbox.tensors():
+    def _noted(self, inbox: Inbox, sync_id: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in inbox.tensors(sync_id):
             self._current = name
             yield name, tensor
-
-
-class NcclReceiver(GlooReceiver):
-    """Receives over NCCL."""
-
-    inbox_cls = NcclInbox
-
-
-class IpcReceiver(GlooReceiver):
-    """Loads from the trainer's memory on the same GPU."""
-
-    inbox_cls = IpcInbox
 
 
 def _some(names: set[str], limit: int = 8) -> str:

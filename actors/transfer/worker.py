@@ -13,13 +13,31 @@ class WorkerExtension:
 
     weight_transfer_engine: Any
     _weight_update_active: bool
+    start_weight_update: Any
+    update_weights: Any
+    finish_weight_update: Any
 
-    def midflight_forget(self) -> None:
-        """Forget an update that failed, so that a whole new one can start."""
-        if self.weight_transfer_engine is not None:
+    def midflight_describe(self) -> str:
+        """How updates are applied here, in words."""
+        return str(self.weight_transfer_engine.describe())
+
+    def midflight_prefetch(self, sync_id: str, key: str) -> None:
+        """Start to fetch an update; returns at once (see Receiver.start_prefetch)."""
+        self.weight_transfer_engine.start_prefetch(sync_id, key)
+
+    def midflight_apply(self, sync_id: str) -> None:
+        """A whole update in one call: by the load plan, else by vLLM's layerwise reload.
+
+        An update that failed before is forgotten.
+        """
+        if self._weight_update_active:
             self.weight_transfer_engine.forget()
             self.weight_transfer_engine.reset_weight_update_target()
-        self._weight_update_active = False
+            self._weight_update_active = False
+        if not self.weight_transfer_engine.replay(sync_id):
+            self.start_weight_update()
+            self.update_weights({"sync_id": sync_id})
+            self.finish_weight_update()
 
     def midflight_close(self) -> None:
         """Leave the channel. What the model holds stays as it is."""
@@ -27,5 +45,5 @@ class WorkerExtension:
             self.weight_transfer_engine.leave("the engine left")
 
     def midflight_digest(self, key: str) -> None:
-        """Start digesting what was received; returns at once (see Receiver.start_digest)."""
+        """Start to digest; returns at once (see Receiver.start_digest)."""
         self.weight_transfer_engine.start_digest(key)

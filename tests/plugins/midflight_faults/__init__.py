@@ -13,6 +13,8 @@ read at each use:
 - ``MIDFLIGHT_TEST_HOLD=port``: before it receives, the worker connects there and waits until
   the connection is closed.
 - ``MIDFLIGHT_TEST_STUCK_CACHE=1``: resetting the prefix cache does nothing and reports failure.
+- ``MIDFLIGHT_TEST_PLAIN_WEIGHTS=1``: linear layers keep their weights as they are, as on a GPU,
+  instead of packing them for the CPU (environment only: it is asked when the engine starts).
 - ``MIDFLIGHT_TEST_ASLEEP=1``: the engine core says that it sleeps.
 """
 
@@ -42,15 +44,21 @@ def faulty_receiver() -> type[Any]:
     import torch
 
     from actors.transfer.inbox import Inbox
-    from actors.transfer.receiver import GlooReceiver
+    from actors.transfer.receiver import INBOXES, Receiver
+    from orchestrator.types import TransferBackend
 
     class FaultyInbox(Inbox):
-        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        def fetch(self) -> None:
+            super().fetch()
+            if name := fault("FLIP_BIT"):
+                self.views()[name].view(torch.uint8).view(-1)[0] ^= 1
+
+        def tensors(self, sync_id: str) -> Iterator[tuple[str, torch.Tensor]]:
             if port := fault("HOLD"):
                 with socket.create_connection(("127.0.0.1", int(port))) as holder:
                     holder.recv(1)
-            for name, tensor in super().tensors():
-                if name == fault("FLIP_BIT"):
+            for name, tensor in super().tensors(sync_id):
+                if name == fault("FLIP_BIT") and not self.at_hand:
                     tensor.view(torch.uint8).view(-1)[0] ^= 1
                 if name == fault("FAIL_TENSOR"):
                     raise RuntimeError(f"injected fault at {name}")
@@ -67,8 +75,8 @@ def faulty_receiver() -> type[Any]:
                 arrived[12345] ^= 1
             return arrived
 
-    class FaultyReceiver(GlooReceiver):
-        inbox_cls = FaultyInbox
+    class FaultyReceiver(Receiver):
+        inboxes = INBOXES | {TransferBackend.GLOO: FaultyInbox}
 
     return FaultyReceiver
 
@@ -92,10 +100,14 @@ def faulty_core() -> None:
 
 def register() -> None:
     """Put the faulty receiver in the place of the product's."""
+    if fault("PLAIN_WEIGHTS"):
+        from vllm import _custom_ops
+
+        _custom_ops._supports_onednn = False
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     from actors.transfer.plugin import register as register_product
 
     register_product()
-    WeightTransferEngineFactory._registry["gloo"] = faulty_receiver
+    WeightTransferEngineFactory._registry["midflight"] = faulty_receiver
     faulty_core()
