@@ -26,8 +26,10 @@ from orchestrator.types import (
     KVPolicy,
     PauseAck,
     PauseMode,
+    PhaseTimeouts,
     PolicyVersion,
     Rollout,
+    Swapped,
     TrainStats,
     TransferBackend,
     TransferStats,
@@ -104,6 +106,10 @@ class RayEngine:
     async def close_channel(self) -> None:
         await self._call("control", "close_channel")
 
+    async def prefetch(self, update: WeightUpdate) -> TransferStats:
+        stats: TransferStats = await self._call("control", "prefetch", update)
+        return stats
+
     async def pause(self, mode: PauseMode, kv: KVPolicy) -> PauseAck:
         ack: PauseAck = await self._call("control", "pause", mode, kv)
         return ack
@@ -120,6 +126,10 @@ class RayEngine:
 
     async def resume(self) -> None:
         await self._call("control", "resume")
+
+    async def swap(self, update: WeightUpdate, timeouts: PhaseTimeouts) -> Swapped:
+        swapped: Swapped = await self._call("control", "swap", update, timeouts)
+        return swapped
 
     async def wait_first_tokens(self, update: WeightUpdate) -> FirstTokens:
         tokens: FirstTokens = await self._call("wait", "wait_first_tokens", update)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors import hardware, processes
 from actors import preflight as checks
-from actors import processes
 from actors.engine_settings import EngineSettings
 from actors.rewards import DEFAULT_REWARD
 from orchestrator.config import Settings
@@ -58,6 +58,11 @@ class Prepared:
         """How weights will travel."""
         return self.checked.backend
 
+    @property
+    def staged(self) -> bool:
+        """Whether they arrive in a second copy first."""
+        return self.checked.staged
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -76,6 +81,8 @@ def preflight(settings: Settings) -> Prepared:
     """Everything that can be wrong, found before anything is started (ConfigError)."""
     if settings.ray_address is not None:
         reachable(settings.ray_address)
+    if settings.cuda_graphs and not hardware.detect().gpus:
+        raise ConfigError("--cuda-graphs needs a GPU and none is visible: leave it out")
     checked = checks.preflight(
         model=settings.model,
         trainer_model=settings.trainer_model,
@@ -239,10 +246,13 @@ def make_parts(
     run_dir: Path,
     on_event: OnActorEvent,
     engine_class: type[RayEngine] | None = None,
+    *,
+    batch_invariant: bool = True,
 ) -> Parts:
     """The actors as the control plane sees them; Ray must be connected.
 
-    ``engine_class``: a subclass to make the swapped engines of.
+    ``engine_class``: a subclass to make the swapped engines of. ``batch_invariant``: on GPUs
+    that can, output does not depend on the batch, which the fresh check needs.
     """
     from actors.adapters import RayEngine, RayTrainer
 
@@ -263,7 +273,8 @@ def make_parts(
             cpu=not checked.gpus,
             # The fresh engine comes beside a running one and the trainer, for a few requests.
             gpu_memory_utilization=settings.gpu_memory_utilization / (1 if backend else 2),
-            batch_invariant=bool(checked.gpus) and not checked.rocm,
+            batch_invariant=batch_invariant and bool(checked.gpus) and not checked.rocm,
+            graphs=settings.cuda_graphs,
             extra=attention(checked.gpus, checked.rocm),
             log_path=str(logs / f"{name}.log"),
         )
@@ -329,7 +340,7 @@ def gpu_shares(backend: TransferBackend, engines: int, workers: int) -> dict[str
         return {"trainer": 0, "engine": 0, "fresh": 0}
     if workers > 1:
         return {"trainer": 1, "engine": 0, "fresh": 0}
-    if backend is TransferBackend.NCCL:
+    if backend in (TransferBackend.NCCL, TransferBackend.NATIVE_NCCL):
         return {"trainer": 1, "engine": 0.6, "fresh": 0.4}
     part = 1000 // (engines + 2) / 1000  # rounded down: the last one must fit too
     return {"trainer": part, "engine": part, "fresh": part}

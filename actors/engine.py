@@ -14,11 +14,13 @@ All state lives in one home loop (see ``home``). Calls that change the replica r
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from orchestrator.errors import EngineError
+from orchestrator.errors import EngineError, MidflightError, PhaseTimeout, SyncError
 from orchestrator.protocols import FirstTokens
 from orchestrator.types import (
     ChannelSpec,
@@ -30,6 +32,9 @@ from orchestrator.types import (
     OpContext,
     PauseAck,
     PauseMode,
+    PhaseTimeouts,
+    State,
+    Swapped,
     TransferStats,
     WeightUpdate,
 )
@@ -146,6 +151,12 @@ class EngineActor:
         await self._weights.close_channel()
 
     @at_home
+    async def prefetch(self, ctx: OpContext, update: WeightUpdate) -> TransferStats:
+        """Bring the bytes of ``update`` to the workers; requests go on."""
+        async with self._alone(ctx):
+            return await self._weights.prefetch(update)
+
+    @at_home
     async def pause(self, ctx: OpContext, mode: PauseMode, kv: KVPolicy) -> PauseAck:
         """Return when nothing is scheduled any more. Idempotent."""
         async with self._alone(ctx):
@@ -177,6 +188,57 @@ class EngineActor:
         """Let requests go on. Idempotent. EngineError if the weights are not a whole version."""
         async with self._alone(ctx):
             await self._requests.resume()
+
+    @at_home
+    async def swap(self, ctx: OpContext, update: WeightUpdate, timeouts: PhaseTimeouts) -> Swapped:
+        """Pause, apply what was prefetched, set the version and resume.
+
+        SyncError names the phase that failed; in PAUSING the replica was told to go on as it was.
+        A cancel ends it where it is: half-applied weights cannot be resumed.
+        """
+        requests, weights = self._requests, self._weights
+        async with self._alone(ctx):
+            began = time.perf_counter()
+            try:
+                async with self._phase(State.PAUSING, timeouts.pausing):
+                    weights.must_have(update)
+                    ack = await requests.pause(update.pause_mode, update.kv_policy, update.sync_id)
+            except SyncError:
+                # The pause outranks what this may raise; its caller resumes once more.
+                with contextlib.suppress(MidflightError):
+                    async with self._phase(State.RESUMING, timeouts.resuming):
+                        await requests.resume()
+                raise
+            idle = time.perf_counter()
+            async with self._phase(State.SYNCING, timeouts.syncing):
+                await weights.start(update)
+                stats = await weights.receive(update)
+                usable = time.perf_counter()
+                await weights.finish(update)
+            whole = time.perf_counter()
+            async with self._phase(State.RESUMING, timeouts.resuming):
+                await requests.resume()
+            ended = time.perf_counter()
+        return Swapped(
+            ack,
+            stats,
+            quiesce=idle - began,
+            transfer=usable - idle,
+            finalize=whole - usable,
+            resume=ended - whole,
+        )
+
+    @asynccontextmanager
+    async def _phase(self, state: State, seconds: float) -> AsyncIterator[None]:
+        """A part of :meth:`swap` with a budget of its own; its errors say where they came."""
+        budget = asyncio.timeout(seconds)
+        try:
+            async with budget:
+                yield
+        except Exception as error:
+            late = PhaseTimeout(state.value, seconds, f"engine {self.name}")
+            why = late if budget.expired() else error
+            raise SyncError(state.value, str(why) or type(why).__name__) from error
 
     @at_home
     async def wait_first_tokens(self, ctx: OpContext, update: WeightUpdate) -> FirstTokens:

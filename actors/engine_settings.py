@@ -9,10 +9,12 @@ from pathlib import Path
 
 from orchestrator.types import TransferBackend
 
-from .transfer.names import ENGINE_NAMES, WORKER_EXTENSION
+from .transfer.names import ENGINE_NAME, WORKER_EXTENSION
 
 CPU_BATCHED_TOKENS = 8192
 """Tokens of one step on the CPU: a recomputed batch should fit into one."""
+UNCOMPILED_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""vLLM's compilation config: kernels as in eager mode, replayed as graphs while decoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,10 @@ class EngineSettings:
     kv_cache_gib: float = 0.5
     """KV cache on the CPU; on a GPU ``gpu_memory_utilization`` decides."""
     gpu_memory_utilization: float = 0.9
-    enforce_eager: bool | None = None
-    """None: graphs on a GPU, else eager; also eager where batch invariance is asked for, since
-    torch.compile's kernels depend on the batch (H200, vLLM 0.33: 0 of 13 probes equal)."""
+    graphs: bool | None = None
+    """CUDA graphs. None: on a GPU, unless batch invariance is asked for: torch.compile's kernels
+    depend on the batch (H200, vLLM 0.33: 0 of 13 probes equal). With it True captures the decode
+    steps without compiling them."""
     batch_invariant: bool = False
     prefix_caching: bool = True
     log_path: str | None = None
@@ -66,10 +69,10 @@ class EngineSettings:
 
     @property
     def eager(self) -> bool:
-        """``enforce_eager`` with None resolved."""
-        if self.enforce_eager is not None:
-            return self.enforce_eager
-        return self.cpu or self.batch_invariant
+        """Neither compiled nor captured: ``graphs`` with None resolved."""
+        if self.cpu:
+            return True
+        return self.batch_invariant if self.graphs is None else not self.graphs
 
     @property
     def offline(self) -> bool:
@@ -102,6 +105,8 @@ class EngineSettings:
         }
         if self.max_model_len is not None:
             found["max_model_len"] = self.max_model_len
+        if self.batch_invariant and not self.eager:
+            found["compilation_config"] = dict(UNCOMPILED_GRAPHS)
         if self.cpu:
             found["kv_cache_memory_bytes"] = int(self.kv_cache_gib * 2**30)
             if self.max_model_len is not None:
@@ -112,6 +117,6 @@ class EngineSettings:
         else:
             found["gpu_memory_utilization"] = self.gpu_memory_utilization
         if self.backend is not None:
-            found["weight_transfer_config"] = {"backend": ENGINE_NAMES[self.backend][0]}
+            found["weight_transfer_config"] = {"backend": ENGINE_NAME}
         found.update(self.extra)
         return found

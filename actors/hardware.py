@@ -126,6 +126,33 @@ def rocm_gpus(environment: Mapping[str, str], nodes: Path = _KFD_NODES) -> tuple
     return tuple(found)
 
 
+STAGED = "staged"
+
+
+def split_backend(requested: str | None) -> tuple[str | None, bool]:
+    """A backend's name as its link (None: to be chosen) and whether it is staged.
+
+    An unknown name is left whole, for :func:`choose_backend` to refuse.
+
+    >>> split_backend("staged-gloo"), split_backend("staged"), split_backend("ipc")
+    (('gloo', True), (None, True), ('ipc', False))
+    """
+    if requested is None or requested == "auto":
+        return None, False
+    if requested == STAGED:
+        return None, True
+    link = requested.removeprefix(f"{STAGED}-")
+    if link == requested or requested not in backend_names():
+        return requested, False
+    return link, True
+
+
+def backend_names() -> list[str]:
+    """Everything that ``--backend`` takes but ``auto``."""
+    staged = [f"{STAGED}-{link}" for link in TransferBackend if not link.native]
+    return [*TransferBackend, STAGED, *staged]
+
+
 def choose_backend(
     requested: TransferBackend | str | None,
     n_gpus: int,
@@ -133,9 +160,10 @@ def choose_backend(
     rocm: bool = False,
     batch_invariant: bool = False,
 ) -> TransferBackend:
-    """How weights travel here: two or more GPUs nccl, one ipc, none gloo.
+    """The link that weights travel over here: two or more GPUs nccl, one ipc, none gloo.
 
-    ``requested`` overrides; None or ``auto`` does not. ConfigError for an unknown name, a
+    ``requested`` overrides; None or ``auto`` does not. A native backend needs what its kin
+    needs. ConfigError for an unknown name, a
     GPU backend without the GPUs it needs, and batch invariance where there is none.
     """
     if batch_invariant and (n_gpus == 0 or rocm):
@@ -150,17 +178,18 @@ def choose_backend(
     try:
         backend = TransferBackend(requested)
     except ValueError:
-        known = ", ".join(TransferBackend)
+        known = ", ".join(backend_names())
         raise ConfigError(f"unknown backend {requested!r}: choose auto or one of {known}") from None
     if backend is not TransferBackend.GLOO and n_gpus == 0:
         raise ConfigError(
             f"backend {backend.value} needs GPUs and none is visible: use gloo, or check "
             "nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-    if backend is TransferBackend.NCCL and n_gpus == 1:
+    if backend in (TransferBackend.NCCL, TransferBackend.NATIVE_NCCL) and n_gpus == 1:
+        instead = TransferBackend.NATIVE_IPC if backend.native else TransferBackend.IPC
         raise ConfigError(
-            "backend nccl needs two GPUs and 1 is visible (NCCL refuses two ranks on one "
-            "device): use ipc"
+            f"backend {backend.value} needs two GPUs and 1 is visible (NCCL refuses two ranks on "
+            f"one device): use {instead.value}"
         )
     return backend
 

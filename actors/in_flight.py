@@ -117,7 +117,8 @@ class Requests:
         llm = self._core.running()
         if self._ack is not None:
             return self._ack
-        # A request on its way into the engine would carry the old version's cache salt.
+        # A request on its way into the engine would carry the old version's cache salt. Costs
+        # nothing when none is: no round trip, only those that are half-way are waited for.
         await self._gate.shut()
         await self._core.or_death(vllm_compat.pause(llm, mode, kv))
         await _deliver(llm)
@@ -243,7 +244,11 @@ class Requests:
 
 
 async def _deliver(llm: Any) -> None:
-    """Let outputs written before the pause reach their requests. Takes no time, only turns."""
+    """Let outputs written before the pause reach their requests. Takes no time, only turns.
+
+    Needed: a token delivered after the resume would pass for the first one after the swap, and a
+    request whose first token is on its way for one that had not begun.
+    """
     for _ in range(10_000):
         if not vllm_compat.undelivered(llm):
             break

@@ -41,6 +41,8 @@ class Prepared:
     trainer_path: Path
     prompts: tuple[Prompt, ...]
     backend: TransferBackend
+    staged: bool
+    """The bytes arrive in a second copy first; its memory must fit beside the engine's."""
     gpus: int
     """GPUs visible here."""
     rocm: bool
@@ -84,7 +86,8 @@ def preflight(
     found = hardware.detect()
     n_gpus = len(found.gpus) if gpus is None else gpus
     invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
-    chosen = hardware.choose_backend(backend, n_gpus, rocm=found.rocm, batch_invariant=invariant)
+    link, staged = hardware.split_backend(backend)
+    chosen = hardware.choose_backend(link, n_gpus, rocm=found.rocm, batch_invariant=invariant)
     get_reward(reward)
     if dtype not in (None, "auto", *_DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}: choose auto or one of {', '.join(_DTYPES)}")
@@ -117,6 +120,7 @@ def preflight(
         trainer_path=trainer_path,
         prompts=prompts,
         backend=chosen,
+        staged=staged,
         gpus=n_gpus,
         rocm=found.rocm,
         max_model_len=context,

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from actors.learner import Learner
-    from actors.transfer.base import Sender
+    from actors.transfer.base import NamedTensors, Sender
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -108,6 +108,7 @@ class TrainerActor:
         self._closed: concurrent.futures.Future[str] = concurrent.futures.Future()
         self._model: nn.Module | None = None
         self._learner: Learner | None = None
+        self._weights: Callable[[], NamedTensors] | None = None
         self._sender: Sender | None = None
 
     async def start(self, ctx: OpContext) -> dict[str, Any]:
@@ -117,12 +118,14 @@ class TrainerActor:
     async def listen(
         self, ctx: OpContext, backend: TransferBackend, world_size: int, timeout_s: float
     ) -> ChannelSpec:
-        """Open the rendezvous; any former channel is closed."""
+        """Open the rendezvous; any former channel is closed.
+
+        With another backend than before, what was staged is gone.
+        """
+        self._started(self._sender)
         if backend is not self._backend:
-            raise ConfigError(
-                f"the trainer was made for backend {self._backend.value}, not {backend.value}: "
-                "start it again with the other"
-            )
+            await self.close_channel(ctx)
+            await self._run(ctx, "work", self._use, TransferBackend(backend))
         sender = self._started(self._sender)
         spec = await self._run(ctx, "link", sender.listen, world_size, timeout_s, self._host)
         with self._reporter.op(ctx):
@@ -131,7 +134,10 @@ class TrainerActor:
 
     async def open_channel(self, ctx: OpContext, spec: ChannelSpec) -> None:
         """Join as rank 0 and prove the channel."""
-        await self._run(ctx, "link", self._started(self._sender).open, spec)
+        sender = self._started(self._sender)
+        await self._run(ctx, "link", sender.open, spec)
+        with self._reporter.op(ctx):
+            self._reporter.info("channel proved", over=sender.description)
 
     async def close_channel(self, ctx: OpContext) -> None:
         """Leave the channel; a blocked open or send fails. Idempotent."""
@@ -231,6 +237,7 @@ class TrainerActor:
         self._learner = Learner(
             model, LearnerOptions(learning_rate=self._learning_rate, grad_clip=self._grad_clip)
         )
+        self._weights = weights
         self._sender = make_sender(self._backend, weights, wire_dtype=self._wire_dtype)
         self._model = model
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -255,6 +262,18 @@ class TrainerActor:
             folder, dtype=getattr(torch, dtype), local_files_only=True
         ).to(self._device)
         return model.eval()
+
+    def _use(self, backend: TransferBackend) -> None:
+        from actors.transfer.base import make_sender
+
+        sender = self._started(self._sender)
+        with self._staged.writing(STAGE_WAIT_S):
+            self._staged_version = None
+            sender.release()
+            self._sender = make_sender(
+                backend, self._started(self._weights), wire_dtype=self._wire_dtype
+            )
+            self._backend = backend
 
     def _stage(self, version: PolicyVersion) -> dict[str, str]:
         sender = self._started(self._sender)

@@ -8,6 +8,7 @@ only place where a setting is declared: flags, help text and messages are made f
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -28,6 +29,18 @@ PRESETS: dict[str, dict[str, str]] = {
 
 Check = Literal["digest", "canary", "fresh"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Backend = Literal[
+    "auto",
+    "gloo",
+    "nccl",
+    "ipc",
+    "native-nccl",
+    "native-ipc",
+    "staged",
+    "staged-gloo",
+    "staged-nccl",
+    "staged-ipc",
+]
 
 
 def conflict(message: str, *fields: str) -> PydanticCustomError:
@@ -60,6 +73,7 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "midflight"
 
 
+OptBool = Annotated[bool | None, BeforeValidator(_none)]
 OptInt = Annotated[int | None, BeforeValidator(_none)]
 OptFloat = Annotated[float | None, BeforeValidator(_none)]
 OptStr = Annotated[str | None, BeforeValidator(_none)]
@@ -128,8 +142,17 @@ class Settings(BaseSettings):
         0.4, "share of a GPU's memory one engine may take", "engines", gt=0, le=1
     )
 
-    backend: Literal["auto", "gloo", "nccl", "ipc"] = _opt(
-        "auto", "how weights travel (auto: 2 GPUs nccl, 1 ipc, none gloo)", "swap"
+    cuda_graphs: OptBool = _opt(
+        None,
+        "CUDA graphs in the engines (default: on a GPU, unless they are to be batch-invariant)",
+        "engines",
+    )
+
+    backend: Backend = _opt(
+        "auto",
+        "how weights travel (auto: 2 GPUs nccl, 1 ipc, none gloo); staged: into a second copy "
+        "while decoding goes on; native: vLLM's own",
+        "swap",
     )
     transfer_dtype: Dtype = _opt(
         "auto", "dtype of the weights on the way; must be the engines' (auto)", "swap"
@@ -189,6 +212,7 @@ class Settings(BaseSettings):
 
     timeout_starting: float = _timeout("starting", "engines and trainer to come up")
     timeout_generating: float = _timeout("generating", "one train step and its rollouts")
+    timeout_staging: float = _timeout("staging", "weights to arrive before a pause (staged, ipc)")
     timeout_pausing: float = _timeout("pausing", "every engine to be idle")
     timeout_syncing: float = _timeout("syncing", "the weights to be everywhere")
     timeout_resuming: float = _timeout("resuming", "the first tokens after a swap")
@@ -250,13 +274,14 @@ class Settings(BaseSettings):
 
     def timeouts(self) -> PhaseTimeouts:
         """Budget of each phase in seconds."""
-        names = ("starting", "generating", "pausing", "syncing", "resuming", "validating")
+        names = [f.name for f in fields(PhaseTimeouts) if f.name != "stopping"]
         return PhaseTimeouts(**{name: getattr(self, f"timeout_{name}") for name in names})
 
-    def swap_options(self, backend: TransferBackend) -> SwapOptions:
-        """How swaps are made, over the backend that was resolved from ``auto``."""
+    def swap_options(self, backend: TransferBackend, *, staged: bool = False) -> SwapOptions:
+        """How swaps are made, over the backend that was resolved from ``backend``."""
         return SwapOptions(
             backend=backend,
+            staged=staged,
             pause_mode=PauseMode(self.pause_mode),
             kv_policy=KVPolicy(self.kv),
             pause_after_tokens=self.pause_after_tokens,

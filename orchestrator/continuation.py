@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.types import Completion, GenerationRequest, TokenSpan
+from orchestrator.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    PolicyVersion,
+    TokenSpan,
+)
 
 
 def rest_of(request: GenerationRequest, done: Completion) -> GenerationRequest:
@@ -43,4 +49,30 @@ def joined(head: Completion | None, tail: Completion) -> Completion:
         text=head.text + tail.text,
         span_texts=tuple(texts),
         stalls=head.stalls + tail.stalls,
+    )
+
+
+def newest(done: Completion) -> PolicyVersion:
+    """The version of its last token; 0 without tokens."""
+    return done.spans[-1].version if done.spans else PolicyVersion(0)
+
+
+def published(done: Completion, version: PolicyVersion) -> Completion:
+    """``done`` up to its first token of a version after ``version``; then it ends as aborted.
+
+    A replica that resumed by itself may have written under weights that were never published.
+    """
+    kept = [span for span in done.spans if span.version <= version]
+    if len(kept) == len(done.spans):
+        return done
+    tokens = kept[-1].end if kept else 0
+    texts = done.span_texts[: len(kept)]
+    return replace(
+        done,
+        token_ids=done.token_ids[:tokens],
+        logprobs=done.logprobs[:tokens],
+        spans=tuple(kept),
+        finish_reason=FinishReason.ABORT,
+        text="".join(texts),
+        span_texts=texts,
     )

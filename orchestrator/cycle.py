@@ -7,6 +7,8 @@
                      └──────────┴───────────┴────────────┴─▶ RECOVERING ─▶ GENERATING
                                                                   └──────▶ FAILED
 
+GENERATING  (``prefetch``) waits for the bytes that can be at the engines before the pause;
+            unblocked by the sender's last byte. Decoding goes on.
 PAUSING     waits for every serving replica to be idle; unblocked by their acknowledgements.
 SYNCING     waits for start, transfer and finish on every replica; unblocked by the sender's
             last byte and each replica's load.
@@ -17,12 +19,18 @@ What a failure leaves behind:
 
 Requests of a fenced replica are continued on a serving one, or end with what they have.
 
-PAUSING     zero bytes were sent: every replica that answers resumes at the old version.
+GENERATING  nothing was paused; the channel is closed, and opened again by the next swap.
+PAUSING     zero bytes were applied: every replica that answers resumes at the old version.
 SYNCING     replicas that were told to start an update are fenced, never resumed.
 RESUMING    the version is committed; a replica that did not resume is fenced.
 VALIDATING  on a mismatch every replica is fenced: nothing it writes can be trusted.
 
 A cancel counts as a failure of the phase it arrives in. No phase outlives its deadline.
+
+A single replica that has the bytes is paused, committed and resumed in one call, since nothing
+is to be decided in between; the machine goes through the phases with the seconds each took. While
+that call runs the state is PAUSING and :attr:`SwapCycle.committing` is set. An answer that does
+not say how far it came counts as SYNCING.
 """
 
 from __future__ import annotations
@@ -55,6 +63,9 @@ from orchestrator.validation import Validator, explain
 
 FreshCheck = Callable[[], Awaitable[CheckResult]]
 
+STAGING = "STAGING"
+"""What an error calls the time in which bytes come before the pause; the state is GENERATING."""
+
 
 def stall_stats(values: Sequence[float]) -> StallStats:
     """Percentiles by the nearest-rank method; None where there is no value."""
@@ -78,9 +89,12 @@ class _Progress:
     transfer: float = 0.0
     finalize: float = 0.0
     resume: float = 0.0
+    prefetch: float = 0.0
     first: tuple[FirstTokens, ...] = ()
     checks: tuple[CheckResult, ...] = ()
     validate: float = 0.0
+    resumed: bool = False
+    """Where the call that committed also resumes."""
 
 
 class SwapCycle:
@@ -99,20 +113,51 @@ class SwapCycle:
         self._sender = sender
         self._validator = validator
         self._options = options
+        self.committing = False
+        """A call runs that pauses, commits and resumes: it must not be left half-way."""
+
+    async def prefetch(self, update: WeightUpdate) -> float:
+        """Bring the staged bytes to the engines while they decode; returns the seconds it took.
+
+        Does nothing for an update whose bytes travel inside the pause. SyncError in STAGING: no
+        engine noticed, and the next swap may try again.
+        """
+        if not update.at_hand:
+            return 0.0
+        budget, began = self._options.timeouts.staging, _now()
+        try:
+            async with deadline(STAGING, budget, self._fleet.waiting_for):
+                await self._fleet.ensure_channel(
+                    self._sender, update.backend, budget, staged=update.staged
+                )
+                await self._fleet.prefetch(update, self._sender)
+        except Exception as error:
+            raise SyncError(STAGING, str(error), self._fleet.fenced) from error
+        return _now() - began
 
     async def run(
-        self, update: WeightUpdate, sent: Digests, nbytes: int, fresh: FreshCheck | None = None
+        self,
+        update: WeightUpdate,
+        sent: Digests,
+        nbytes: int,
+        fresh: FreshCheck | None = None,
+        *,
+        prefetch_s: float = 0.0,
     ) -> SyncReport:
         """Swap to ``update.version``, whose staged bytes digest to ``sent``.
 
+        An update that is ``at_hand`` must have been prefetched, in ``prefetch_s``.
         Raises SyncError (what failed, where, who is fenced) or ValidationFailed; what the
         replicas are left with is described in the module. ``fresh`` runs in VALIDATING.
         """
         self._machine.fire(Trigger.PAUSE, reason=f"version {update.version}")
-        progress = _Progress([], [])
+        progress = _Progress([], [], prefetch=prefetch_s)
         try:
-            await self._pause(update, progress)
-            await self._sync(update, progress)
+            if update.at_hand and len(self._fleet.serving) == 1:
+                await self._in_one_call(update, progress)
+            else:
+                await self._pause(update, progress)
+                await self._sync(update, progress)
             await self._resume(update, progress)
             await self._validate(update, sent, nbytes, fresh, progress)
         except BaseException as error:
@@ -120,7 +165,8 @@ class SwapCycle:
             phase = next(m.target for m in reversed(self._machine.history) if m.target in PHASES)
             await uninterrupted(self._give_up(phase, error))
             if isinstance(error, Exception) and not isinstance(error, ValidationFailed):
-                raise SyncError(phase.value, str(error), self._fleet.fenced) from error
+                reason = error.reason if isinstance(error, SyncError) else str(error)
+                raise SyncError(phase.value, reason, self._fleet.fenced) from error
             raise
         self._machine.fire(Trigger.VERIFY, Guard.VERDICT)
         return self._report(update, progress)
@@ -144,18 +190,56 @@ class SwapCycle:
         async with self._phase():
             began = _now()
             await self._fleet.start_update(update)
-            p.moved = await self._fleet.transfer(update, self._sender)
+            if update.at_hand:
+                p.moved = await self._fleet.receive_update(update)
+            else:
+                p.moved = await self._fleet.transfer(update, self._sender)
             moved = _now()
             await self._fleet.finish_update(update)
             p.transfer, p.finalize = moved - began, _now() - moved
             self._fleet.commit(update.version)
         self._machine.fire(Trigger.COMMIT, Guard.ALL_APPLIED)
 
+    async def _in_one_call(self, update: WeightUpdate, p: _Progress) -> None:
+        timeouts = self._options.timeouts
+        budget = timeouts.pausing + timeouts.syncing + timeouts.resuming
+        p.resumed = True
+        self.committing = True
+        try:
+            with operation(state=State.PAUSING.value):
+                async with deadline(State.SYNCING, budget, self._fleet.waiting_for):
+                    done = await self._fleet.swap(update, timeouts)
+        except BaseException as error:
+            self._came_to(update, error.phase if isinstance(error, SyncError) else State.SYNCING)
+            raise
+        finally:
+            self.committing = False
+        p.acks, p.moved = [done.ack], [done.stats]
+        p.quiesce, p.transfer, p.finalize = done.quiesce, done.transfer, done.finalize
+        p.resume = done.resume
+        # No await up to here: the fleet keeps back what the replica wrote until this is told.
+        self._fleet.commit(update.version)
+        self._machine.fire(Trigger.SYNC, Guard.ALL_IDLE, seconds=p.quiesce)
+        applied = p.transfer + p.finalize
+        self._machine.fire(Trigger.COMMIT, Guard.ALL_APPLIED, seconds=applied)
+
+    def _came_to(self, update: WeightUpdate, phase: str) -> None:
+        """Bring the machine to where the one call failed, if it still runs."""
+        if phase == State.RESUMING:
+            self._fleet.commit(update.version)
+        if self._machine.state is not State.PAUSING:
+            return
+        if phase != State.PAUSING:
+            self._machine.fire(Trigger.SYNC, Guard.ALL_IDLE)
+        if phase == State.RESUMING:
+            self._machine.fire(Trigger.COMMIT, Guard.ALL_APPLIED)
+
     async def _resume(self, update: WeightUpdate, p: _Progress) -> None:
         async with self._phase():
-            began = _now()
-            await self._fleet.resume()
-            p.resume = _now() - began
+            if not p.resumed:
+                began = _now()
+                await self._fleet.resume()
+                p.resume = _now() - began
             p.first = tuple(await self._fleet.first_tokens(update))
         self._machine.fire(Trigger.VALIDATE, Guard.ALL_RESUMED)
 
@@ -210,7 +294,12 @@ class SwapCycle:
             nbytes=sum(m.nbytes for m in p.moved),
             requests_in_flight=sum(a.requests_in_flight for a in p.acks),
             seconds=PhaseSeconds(
-                p.quiesce, p.transfer, p.finalize, p.resume, min(firsts, default=None)
+                p.quiesce,
+                p.transfer,
+                p.finalize,
+                p.resume,
+                min(firsts, default=None),
+                p.prefetch,
             ),
             stall_s=stall_stats(stalls),
             checks=p.checks,

@@ -102,12 +102,15 @@ class ChannelError(TransferError):
 
 
 class SyncError(MidflightError, RuntimeError):
-    """A swap failed in ``phase``. ``fenced`` names the replicas that must not serve."""
+    """A swap failed in ``phase``: a state, or STAGING while the bytes were brought before it.
+
+    ``reason`` is what failed; ``fenced`` names the replicas that must not serve.
+    """
 
     def __init__(self, phase: str, message: str, fenced: tuple[str, ...] = ()) -> None:
         left = f" (fenced: {', '.join(fenced)})" if fenced else ""
         super().__init__(f"sync failed in {phase}: {message}{left}")
-        self.phase, self.fenced = phase, fenced
+        self.phase, self.reason, self.fenced = phase, message, fenced
 
 
 class SyncBusy(MidflightError, RuntimeError):

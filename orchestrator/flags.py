@@ -102,6 +102,9 @@ def make_parser() -> argparse.ArgumentParser:
         group = groups[str(extra["group"])]
         if field.annotation is bool:
             group.add_argument(flag_of(public), dest=public, action="store_true", help=_help(field))
+        elif field.annotation == bool | None:
+            either = argparse.BooleanOptionalAction
+            group.add_argument(flag_of(public), dest=public, action=either, help=_help(field))
         else:
             group.add_argument(
                 flag_of(public), dest=public, metavar=_metavar(field), help=_help(field)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from orchestrator.continuation import joined, rest_of
-from orchestrator.errors import EngineError
+from orchestrator.continuation import joined, newest, published, rest_of
+from orchestrator.errors import EngineError, SyncError
 from orchestrator.protocols import Digests, Engine, FirstTokens, WeightSender
 from orchestrator.replica import Replica, first_ranks
 from orchestrator.tasks import all_or_first_error, first_error, settle, uninterrupted
@@ -26,7 +26,10 @@ from orchestrator.types import (
     KVPolicy,
     PauseAck,
     PauseMode,
+    PhaseTimeouts,
     PolicyVersion,
+    State,
+    Swapped,
     TransferBackend,
     TransferStats,
     WeightUpdate,
@@ -48,6 +51,7 @@ class Fleet:
         self._replicas = [Replica(e) for e in engines]
         self._waiting: list[str] = []
         self._ending = False
+        self._channel_open = False
         self.version = PolicyVersion(0)
         """Newest committed version; what every serving replica holds."""
 
@@ -101,24 +105,48 @@ class Fleet:
         return await self._fan_out("start", start)
 
     async def open_channel(
-        self, sender: WeightSender, backend: TransferBackend, timeout_s: float
+        self,
+        sender: WeightSender,
+        backend: TransferBackend,
+        timeout_s: float,
+        *,
+        staged: bool = False,
     ) -> ChannelSpec:
-        """Put the sender and every worker into one group and prove it with a known pattern."""
-        workers = [info.workers for info in self.infos]
+        """Put the sender and every worker into one group and prove it with a known pattern.
+
+        ``staged``: workers make room for a second copy of the weights as they join.
+        """
+        workers = [r.info.workers for r in self.serving if r.info is not None]
         spec = await sender.listen(backend, 1 + sum(workers), timeout_s)
+        spec = replace(spec, staged=staged)
         rank = dict(zip([r.name for r in self.serving], first_ranks(workers), strict=True))
 
         async def engines() -> None:
             await self._fan_out("open_channel", lambda r: r.engine.open_channel(spec, rank[r.name]))
 
         await all_or_first_error([engines(), sender.open_channel(spec)])
+        self._channel_open = True
         return spec
+
+    async def ensure_channel(
+        self,
+        sender: WeightSender,
+        backend: TransferBackend,
+        timeout_s: float,
+        *,
+        staged: bool = False,
+    ) -> None:
+        """Open the channel again if a transfer that failed has closed it."""
+        if not self._channel_open:
+            await self.close_channel(sender)  # a side may have stayed in when the last try failed
+            await self.open_channel(sender, backend, timeout_s, staged=staged)
 
     async def close_channel(self, sender: WeightSender) -> None:
         """Close every side; what hangs in a transfer fails.
 
         A side that is dead or does not answer within ``CLOSE_S`` is left to its end.
         """
+        self._channel_open = False
         sides = [sender.close_channel(), *(r.engine.close_channel() for r in self._replicas)]
         tasks = [asyncio.ensure_future(side) for side in sides]
         try:
@@ -150,9 +178,13 @@ class Fleet:
             replica = self._route()
             replica.live.add(part.request_id)
             try:
-                done = joined(done, await replica.engine.generate(part))
+                answer = await replica.engine.generate(part)
             finally:
                 replica.live.discard(part.request_id)
+            if replica.swapping is not None and newest(answer) > self.version:
+                # The replica goes on by itself before its swap is published.
+                await asyncio.shield(replica.swapping)
+            done = joined(done, published(answer, self.version))
             left = request.max_tokens - len(done.token_ids)
             if done.finish_reason is not FinishReason.ABORT or self._ending or not self.serving:
                 return done
@@ -208,6 +240,21 @@ class Fleet:
 
     # One swap
 
+    async def prefetch(self, update: WeightUpdate, sender: WeightSender) -> list[TransferStats]:
+        """Move the staged weights to where :meth:`receive_update` finds them; decoding goes on.
+
+        When it fails nothing was touched that serves, and the channel is closed: it may be out
+        of step, or have somebody in it who waits for ever.
+        """
+        try:
+            return await self._exchange(
+                "prefetch", lambda r: r.engine.prefetch(update), update, sender
+            )
+        except BaseException:
+            if self._channel_open:
+                await uninterrupted(self.close_channel(sender))
+            raise
+
     async def pause(self, mode: PauseMode, kv: KVPolicy) -> list[PauseAck]:
         """Every serving replica is idle when this returns."""
 
@@ -232,10 +279,21 @@ class Fleet:
         When one side fails the channel is closed at once: the others sit in a collective that
         nothing else would end. Returns the receivers' statistics.
         """
+        return await self._exchange(
+            "receive_update", lambda r: r.engine.receive_update(update), update, sender
+        )
+
+    async def _exchange(
+        self,
+        operation: str,
+        receive: Callable[[Replica], Coroutine[Any, Any, TransferStats]],
+        update: WeightUpdate,
+        sender: WeightSender,
+    ) -> list[TransferStats]:
         replicas = self.serving
-        parties = [*(f"receive_update of {r.name}" for r in replicas), "send"]
+        parties = [*(f"{operation} of {r.name}" for r in replicas), "send"]
         self._waiting = parties
-        receives = [asyncio.create_task(r.engine.receive_update(update)) for r in replicas]
+        receives = [asyncio.create_task(receive(r)) for r in replicas]
         send = asyncio.create_task(sender.send(update))
         tasks = [*receives, send]
         try:
@@ -243,7 +301,7 @@ class Fleet:
             ended = [t for t in tasks if t.done() and not t.cancelled()]
             failed = [e for t in ended if (e := t.exception()) is not None]
             if failed:
-                raise first_error(BaseExceptionGroup("transfer", failed))
+                raise first_error(BaseExceptionGroup(operation, failed))
             self._waiting = []
             return [t.result() for t in receives]
         except BaseException:
@@ -259,6 +317,10 @@ class Fleet:
     ) -> None:
         await self.close_channel(sender)
         await settle(tasks)
+
+    async def receive_update(self, update: WeightUpdate) -> list[TransferStats]:
+        """The replicas apply what was prefetched; nobody else is needed."""
+        return await self._fan_out("receive_update", lambda r: r.engine.receive_update(update))
 
     async def finish_update(self, update: WeightUpdate) -> None:
         """The replicas hold ``update.version`` when this returns; :meth:`commit` publishes it."""
@@ -279,6 +341,37 @@ class Fleet:
         for replica in self.serving:
             replica.dirty = False
         self.version = version
+
+    async def swap(self, update: WeightUpdate, timeouts: PhaseTimeouts) -> Swapped:
+        """Pause, apply, set the version and resume the only serving replica, in one call.
+
+        It holds ``update.version`` when this returns; :meth:`commit` publishes it, before
+        anybody else gets to run. Until then what it wrote is kept back. SyncError in PAUSING: it
+        is as it was; in RESUMING: it may be committed; any other error leaves it dirty.
+        """
+        (replica,) = self.serving
+        self._waiting = [f"swap of {replica.name}"]
+        replica.paused = replica.dirty = True
+        replica.swapping = asyncio.get_running_loop().create_future()
+        try:
+            done = await replica.engine.swap(update, timeouts)
+        except BaseException as error:
+            phase = error.phase if isinstance(error, SyncError) else ""
+            if phase == State.PAUSING:
+                replica.dirty = False
+            elif phase == State.RESUMING:
+                replica.applied = update.version
+            else:
+                replica.fenced = True
+            raise
+        finally:
+            # Whoever waits for it runs after our caller, who must not await before it commits.
+            replica.swapping.set_result(None)
+            replica.swapping = None
+        self._waiting = []
+        replica.applied = update.version
+        replica.paused = False
+        return done
 
     async def resume(self) -> None:
         """Let the serving replicas go on; a dirty one is refused."""

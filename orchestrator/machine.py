@@ -193,8 +193,13 @@ class SwapMachine:
         """Triggers that the table has for the current state, guards aside."""
         return tuple(r.trigger for r in TABLE if self.state in r.sources)
 
-    def fire(self, trigger: Trigger, *facts: Guard, reason: str = "") -> Transition:
+    def fire(
+        self, trigger: Trigger, *facts: Guard, reason: str = "", seconds: float | None = None
+    ) -> Transition:
         """Move along ``trigger``; ``facts`` are the guards the caller has established.
+
+        ``seconds``: how long the state that is left really lasted, where it ended before it could
+        be told; the rest of the time counts for the next one.
 
         Raises IllegalTransition with the state and the reason; the machine has not moved then.
         """
@@ -214,9 +219,11 @@ class SwapMachine:
         if not moved:
             needed = next(r.guard for r in TABLE if r.trigger is trigger and source in r.sources)
             raise IllegalTransition(source, trigger, f"{needed} was not established")
-        now = self._clock()
-        done = Transition(source, self.state, trigger, reason, now - self._entered)
-        self._entered = now
+        left = self._clock()
+        if seconds is not None:
+            left = min(left, self._entered + seconds)
+        done = Transition(source, self.state, trigger, reason, left - self._entered)
+        self._entered = left
         self.history.append(done)
         if self._on_transition is not None:
             self._moving = True

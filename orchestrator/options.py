@@ -16,6 +16,8 @@ class SwapOptions:
     """How a swap is made."""
 
     backend: TransferBackend = TransferBackend.GLOO
+    staged: bool = False
+    """Let the bytes arrive in a second copy while decoding goes on; the pause only commits."""
     pause_mode: PauseMode = PauseMode.KEEP
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
     pause_after_tokens: int = 10

@@ -20,8 +20,10 @@ from orchestrator.types import (
     KVPolicy,
     PauseAck,
     PauseMode,
+    PhaseTimeouts,
     PolicyVersion,
     Rollout,
+    Swapped,
     TrainStats,
     TransferBackend,
     TransferStats,
@@ -78,6 +80,15 @@ class Engine(Protocol):
         """Leave the transfer group; a transfer that is under way fails. Idempotent."""
         ...
 
+    async def prefetch(self, update: WeightUpdate) -> TransferStats:
+        """Bring the bytes of ``update`` to this replica while decoding goes on.
+
+        Only for updates that are ``at_hand``; the sender sends at the same time. Nothing that
+        serves is touched: a failure or a cancel leaves the replica as it was. What was
+        prefetched before and not applied is replaced.
+        """
+        ...
+
     async def pause(self, mode: PauseMode, kv: KVPolicy) -> PauseAck:
         """Return when nothing is scheduled any more. Idempotent."""
         ...
@@ -96,6 +107,15 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Let requests go on. Idempotent."""
+        ...
+
+    async def swap(self, update: WeightUpdate, timeouts: PhaseTimeouts) -> Swapped:
+        """Pause, apply what was prefetched, set the version and resume, in one call.
+
+        SyncError says in which phase it failed: in PAUSING nothing was applied and the replica
+        goes on as it was; in SYNCING it stays paused and is dirty; in RESUMING it holds the
+        version whole and stays paused. Any other error leaves open how far it came.
+        """
         ...
 
     async def wait_first_tokens(self, update: WeightUpdate) -> FirstTokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ class Replica:
     applied: PolicyVersion | None = None
     """Version of the last update it finished, committed or not."""
     paused: bool = False
+    swapping: asyncio.Future[None] | None = None
+    """Ends when it is known what a swap in one call came to; None without one."""
     live: set[str] = field(default_factory=set)
     """Ids of the requests it was given and has not answered."""
 

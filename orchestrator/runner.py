@@ -42,7 +42,7 @@ from orchestrator.tasks import first_error
 from orchestrator.telemetry import Telemetry
 from orchestrator.telemetry.jsonl import describe, write_atomic
 from orchestrator.telemetry.log import format_traceback
-from orchestrator.types import Outcome, PolicyVersion, Prompt, TransferBackend
+from orchestrator.types import Outcome, PolicyVersion, Prompt, TransferBackend, route
 
 OnActorEvent = Callable[[str, dict[str, Any]], None]
 
@@ -53,6 +53,11 @@ class Prepared(Protocol):
     @property
     def backend(self) -> TransferBackend:
         """Never ``auto``."""
+        ...
+
+    @property
+    def staged(self) -> bool:
+        """Whether the bytes arrive in a second copy first."""
         ...
 
     @property
@@ -142,7 +147,7 @@ def write_config(settings: Settings, prepared: Prepared, run_dir: Path) -> None:
         min_pass_rate=prepared.min_pass_rate, canary_tolerance=prepared.canary_tolerance
     )
     text = settings.to_yaml(
-        backend=prepared.backend.value,
+        backend=route(prepared.backend, prepared.staged),
         min_pass_rate=validation.min_pass_rate,
         canary_tolerance=validation.canary_tolerance,
     )
@@ -279,7 +284,7 @@ class _Life:
                 parts.trainer,
                 prompts=parts.prompts,
                 probes=parts.probes,
-                swap=s.swap_options(p.backend),
+                swap=s.swap_options(p.backend, staged=p.staged),
                 generation=s.generation_options(),
                 validation=s.validation_options(
                     min_pass_rate=p.min_pass_rate, canary_tolerance=p.canary_tolerance

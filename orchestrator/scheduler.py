@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -238,7 +238,10 @@ class Orchestrator:
     async def _start(self) -> None:
         await all_or_first_error([self._start_engines(), self._start_trainer()])
         spec = await self._fleet.open_channel(
-            self._trainer, self._swap.backend, self._swap.timeouts.syncing
+            self._trainer,
+            self._swap.backend,
+            self._swap.timeouts.syncing,
+            staged=self._swap.staged,
         )
         self._nbytes = spec.nbytes
         await self._validator.control()
@@ -433,8 +436,9 @@ class Orchestrator:
 
         Versions only go up; one that does not is refused (ConfigError) before anything moves.
         A second call while a swap runs waits its turn, or raises SyncBusy if not ``wait``.
-        A cancel before bytes moved calls the swap off; while weights are half-applied the swap
-        is finished first, since they would serve nobody; checks of a committed one are dropped.
+        A cancel before weights are touched calls the swap off; while they are half-applied, or a
+        call that applies them runs, the swap is finished first, since they would serve nobody;
+        checks of a committed one are dropped.
         Raises SyncError or ValidationFailed, what staging failed with (no engine was touched
         then), or Closed.
         """
@@ -469,6 +473,7 @@ class Orchestrator:
                 backend=self._swap.backend,
                 pause_mode=self._swap.pause_mode,
                 kv_policy=self._swap.kv_policy,
+                staged=self._swap.staged,
             )
             with operation(sync_id=update.sync_id, version=target, step=update.step):
                 swap = self._swapping = asyncio.create_task(
@@ -481,7 +486,8 @@ class Orchestrator:
                     caller = asyncio.current_task()
                     if swap.cancelled() and caller is not None and not caller.cancelling():
                         raise Closed(f"closed during the swap to version {target}") from None
-                    if self.state in (State.GENERATING, State.PAUSING, State.VALIDATING):
+                    calling_off = (State.GENERATING, State.PAUSING, State.VALIDATING)
+                    if self.state in calling_off and not self._cycle.committing:
                         swap.cancel()
                     # An impatient second cancel must not let the next swap in. When all is
                     # over, the release ends the swap.
@@ -501,15 +507,18 @@ class Orchestrator:
             raise Closed("no swap starts any more: the orchestrator is closed or about to be")
 
     async def _swap_to(self, update: WeightUpdate, scheduled: bool, fresh: bool) -> SyncReport:
-        """Stage, let probes get going (``scheduled``), swap.
+        """Stage, prefetch, let probes get going (``scheduled``), swap.
 
-        In this order: staging takes longer than a probe on a fast engine lives.
+        In this order: what comes first takes longer than a probe on a fast engine lives.
         """
         probes: list[Probe] = []
         waiting = "staging"
         seconds = self._swap.timeouts.generating
         async with deadline(State.GENERATING, seconds, lambda: waiting):
             sent = await self._trainer.stage(update.version)
+            waiting = "the bytes to be at the engines"
+            with self._telling_of_failure():
+                prefetch_s = await self._cycle.prefetch(update)
             if scheduled:
                 waiting = f"a live request with {self._swap.pause_after_tokens} tokens"
                 probes = self._probes.launch(f"p{update.step}.")
@@ -519,13 +528,20 @@ class Orchestrator:
         async def check() -> CheckResult:
             return await self._fresh(update, probes)
 
+        with self._telling_of_failure():
+            report = await self._cycle.run(
+                update, sent, self._nbytes, check if fresh else None, prefetch_s=prefetch_s
+            )
+        self._emit(SwapDone(time.time(), self._op(), report))
+        return report
+
+    @contextlib.contextmanager
+    def _telling_of_failure(self) -> Iterator[None]:
         try:
-            report = await self._cycle.run(update, sent, self._nbytes, check if fresh else None)
+            yield
         except BaseException as error:
             self._emit(SwapFailed(time.time(), self._op(), error, self._fleet.fenced))
             raise
-        self._emit(SwapDone(time.time(), self._op(), report))
-        return report
 
     async def _fresh(self, update: WeightUpdate, probes: Sequence[Probe]) -> CheckResult:
         """Probes that the swap cut, or new ones where there are none that must be exact.

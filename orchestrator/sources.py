@@ -85,9 +85,10 @@ def _explain(
         for kind, layer in layers.items():
             if name in layer:
                 value = _short(layer[name])
-                switch = layer[name] is True
+                flag = {True: flag_of(name), False: flag_of(f"no_{name}")}
+                switch = flag.get(layer[name]) if isinstance(layer[name], bool) else None
                 return {
-                    "flag": flag_of(name) if switch else f"{flag_of(name)} {value}",
+                    "flag": switch or f"{flag_of(name)} {value}",
                     "env": f"{ENV_PREFIX}{name.upper()}={value}",
                     "file": f"{name}: {value} in {path}",
                 }[kind]

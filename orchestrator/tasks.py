@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from orchestrator.errors import MidflightError, PhaseTimeout
-from orchestrator.types import State
 
 T = TypeVar("T")
 
@@ -80,7 +79,7 @@ async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @asynccontextmanager
 async def deadline(
-    phase: State, seconds: float, waiting_for: Callable[[], str] = str
+    phase: str, seconds: float, waiting_for: Callable[[], str] = str
 ) -> AsyncIterator[None]:
     """Raise PhaseTimeout when the block takes longer; an inner TimeoutError passes through."""
     scope = asyncio.timeout(seconds)
@@ -89,5 +88,5 @@ async def deadline(
             yield
     except TimeoutError as error:
         if scope.expired():
-            raise PhaseTimeout(phase.value, seconds, waiting_for()) from error
+            raise PhaseTimeout(str(phase), seconds, waiting_for()) from error
         raise

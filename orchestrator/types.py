@@ -43,7 +43,21 @@ class TransferBackend(StrEnum):
     NCCL = "nccl"
     """GPU to GPU; trainer and engine on different devices."""
     IPC = "ipc"
-    """CUDA IPC; trainer and engine share one device."""
+    """Mapped device memory; trainer and engine share one device."""
+    NATIVE_NCCL = "native-nccl"
+    """vLLM's own NCCL engine: baseline and fallback."""
+    NATIVE_IPC = "native-ipc"
+    """vLLM's own CUDA IPC engine: baseline and fallback."""
+
+    @property
+    def native(self) -> bool:
+        """vLLM's own path, without a channel that could be proved beforehand."""
+        return self in (TransferBackend.NATIVE_NCCL, TransferBackend.NATIVE_IPC)
+
+
+def route(backend: TransferBackend, staged: bool) -> str:
+    """Name of a way for weights to travel: ``nccl``, ``staged-nccl``."""
+    return f"staged-{backend}" if staged else backend.value
 
 
 class State(StrEnum):
@@ -222,6 +236,8 @@ class ChannelSpec:
     timeout_s: float = 120.0
     extra: Mapping[str, object] = field(default_factory=dict)
     """Backend-specific plain data."""
+    staged: bool = False
+    """Workers hold a second copy of the weights, allocated when they join."""
 
     @property
     def nbytes(self) -> int:
@@ -240,6 +256,18 @@ class WeightUpdate:
     backend: TransferBackend
     pause_mode: PauseMode
     kv_policy: KVPolicy
+    staged: bool = False
+    """The bytes arrive in a second copy while decoding goes on."""
+
+    @property
+    def at_hand(self) -> bool:
+        """The bytes are at the engine before the pause: to commit them, nobody else is needed."""
+        return self.staged or self.backend is TransferBackend.IPC
+
+    @property
+    def route(self) -> str:
+        """How the bytes travel, as ``--backend`` names it."""
+        return route(self.backend, self.staged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +285,18 @@ class TransferStats:
 
     nbytes: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """One replica's swap made in one call. Seconds as in :class:`PhaseSeconds`."""
+
+    ack: PauseAck
+    stats: TransferStats
+    quiesce: float
+    transfer: float
+    finalize: float
+    resume: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +354,8 @@ class PhaseTimeouts:
     resuming: float = 60.0
     validating: float = 600.0
     stopping: float = 8.0
+    staging: float = 120.0
+    """For bytes that are brought to the engines before the pause (GENERATING goes on)."""
 
     def of(self, state: State) -> float:
         """Budget of ``state``; terminal states have the budget of stopping."""
@@ -349,6 +391,9 @@ class PhaseSeconds:
     resume: float
     first_token: float | None
     """Resume to the first token of any request; None when none was running."""
+    prefetch: float = 0.0
+    """Until the bytes were at the engines, before the pause: no part of the stall. 0 where the
+    transfer brings them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ from orchestrator import (
     RunEnded,
     SwapFailed,
     SwapOptions,
+    Swapped,
     ValidationOptions,
+    WeightUpdate,
 )
 from orchestrator.testing import FakeEngine, FakeTrainer, FakeWorld, fake_engine_factory
 
@@ -30,7 +32,14 @@ PROMPTS = tuple(Prompt((i + 1, i + 2, i + 3), f"prompt {i}") for i in range(4))
 SWAP = SwapOptions(
     pause_after_tokens=3,
     timeouts=PhaseTimeouts(
-        starting=50, generating=40, pausing=3, syncing=12, resuming=6, validating=20, stopping=8
+        starting=50,
+        generating=40,
+        pausing=3,
+        syncing=12,
+        resuming=6,
+        validating=20,
+        stopping=8,
+        staging=10,
     ),
 )
 GENERATION = GenerationOptions(
@@ -45,10 +54,20 @@ class WatchedEngine(FakeEngine):
 
     published: Callable[[], PolicyVersion]
     broken: list[str]
+    in_one_call: PolicyVersion | None = None
+    """What a swap in one call is about to publish: it resumes first."""
+
+    async def swap(self, update: WeightUpdate, timeouts: PhaseTimeouts) -> Swapped:
+        """As in the base."""
+        self.in_one_call = update.version
+        try:
+            return await super().swap(update, timeouts)
+        finally:
+            self.in_one_call = None
 
     async def resume(self) -> None:
         """As in the base."""
-        if self.death is None and self.version != self.published():
+        if self.death is None and self.version not in (self.published(), self.in_one_call):
             self.broken.append(
                 f"{self.name} resumed with {self.version}, published is {self.published()}"
             )

@@ -102,7 +102,7 @@ def _describe_event(event: ev.Event) -> tuple[str, str, dict[str, Any]]:
                     "step": u.step,
                     "version": u.version,
                     "from_version": u.from_version,
-                    "backend": u.backend,
+                    "backend": u.route,
                     "kv_policy": u.kv_policy,
                     "pause_mode": u.pause_mode,
                     "bytes": report.nbytes,

@@ -17,7 +17,6 @@ from orchestrator.types import (
     PauseMode,
     RequestKind,
     State,
-    TransferBackend,
     Verdict,
 )
 
@@ -79,6 +78,8 @@ class PhaseRecord(_Record):
     finalize: float | None
     resume: float | None
     first_token: float | None
+    prefetch: float | None = None
+    """Before the pause; null where the bytes travelled inside it."""
 
 
 class StallSummary(_Record):
@@ -104,7 +105,8 @@ class SwapRecord(_Record):
     sync_id: str
     from_version: int
     to_version: int
-    backend: TransferBackend
+    backend: str
+    """As ``--backend`` names it: ``ipc``, ``staged-gloo``."""
     kv_policy: KVPolicy
     pause_mode: PauseMode
     bytes: int

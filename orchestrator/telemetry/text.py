@@ -45,7 +45,10 @@ PHASES = {
 
 def phases(s: PhaseSeconds) -> str:
     """Phase times of one swap on one line."""
-    return ", ".join(f"{name} {milliseconds(getattr(s, field))}" for name, field in PHASES.items())
+    shown = [f"{name} {milliseconds(getattr(s, field))}" for name, field in PHASES.items()]
+    if s.prefetch:
+        shown.append(f"prefetch {milliseconds(s.prefetch)} before it")
+    return ", ".join(shown)
 
 
 def swap_line(report: SyncReport, steps: int) -> str:
@@ -54,7 +57,7 @@ def swap_line(report: SyncReport, steps: int) -> str:
     checks = ", ".join(f"{c.check} {c.verdict}" for c in report.checks) or "not checked"
     return (
         f"swap {u.step}/{steps}  v{u.from_version} -> v{u.version}  "
-        f"{report.nbytes / 1e6:.1f} MB over {u.backend}  {report.requests_in_flight} in flight  "
+        f"{report.nbytes / 1e6:.1f} MB over {u.route}  {report.requests_in_flight} in flight  "
         f"| {phases(report.seconds)} | stall p50 {milliseconds(stall.p50)}, "
         f"p95 {milliseconds(stall.p95)}, max {milliseconds(stall.max)} | {checks}"
     )

@@ -19,7 +19,7 @@ from orchestrator.testing.world import Call, FakeWorld
 
 T = TypeVar("T")
 
-_ON_CHANNEL = frozenset({"open_channel", "receive_update", "send"})
+_ON_CHANNEL = frozenset({"open_channel", "prefetch", "receive_update", "send"})
 
 
 class FakeActor(ABC):

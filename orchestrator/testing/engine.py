@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 
-from orchestrator.errors import ChannelError, EngineDied, EngineError
+from orchestrator.errors import (
+    ChannelError,
+    EngineDied,
+    EngineError,
+    MidflightError,
+    PhaseTimeout,
+    SyncError,
+)
 from orchestrator.protocols import Digests, FirstTokens
 from orchestrator.testing import policy
 from orchestrator.testing.actor import FakeActor
@@ -21,7 +29,10 @@ from orchestrator.types import (
     KVPolicy,
     PauseAck,
     PauseMode,
+    PhaseTimeouts,
     PolicyVersion,
+    State,
+    Swapped,
     TransferStats,
     WeightUpdate,
 )
@@ -69,6 +80,7 @@ class FakeEngine(FakeActor):
         self._started = False
         self._update: WeightUpdate | None = None
         """The update session that is open."""
+        self._prefetched: tuple[WeightUpdate, dict[str, bytes]] | None = None
         self._receiving = False
         self._received = False
         self._half_applied = False
@@ -192,10 +204,25 @@ class FakeEngine(FakeActor):
                     decoder.drop_cache()
             return PauseAck(self.name, len(decoder.live))
 
+    async def prefetch(self, update: WeightUpdate) -> TransferStats:
+        """Takes every tensor of the channel and keeps it; what was kept before is dropped."""
+        async with self._call("prefetch", update) as call:
+            self._must_be_started()
+            if not update.at_hand:
+                raise self._violate(f"prefetch of {update.sync_id}, whose bytes travel later")
+            if self._receiving:
+                raise self._violate(f"prefetch of {update.sync_id} during a transfer")
+            self._prefetched = None
+            stats, found = await self._take(update, call.nth)
+            self._prefetched = update, found
+            return stats
+
     async def start_update(self, update: WeightUpdate) -> None:
         """Opens a session; one that failed is replaced."""
         async with self._call("start_update", update):
             self._must_be_started()
+            if update.at_hand and not self._has(update):
+                raise self._violate(f"start_update of {update.sync_id}, which was not prefetched")
             if not self._decoder.paused:
                 raise self._violate(f"start_update of {update.sync_id} while tokens are written")
             if self._receiving:
@@ -207,33 +234,17 @@ class FakeEngine(FakeActor):
             self._freezes[update.sync_id] = freeze
 
     async def receive_update(self, update: WeightUpdate) -> TransferStats:
-        """Takes every tensor of the channel and loads each as it comes."""
+        """Loads each tensor as it comes, or what was prefetched."""
         async with self._call("receive_update", update) as call:
             self._must_be_open(update, "receive_update")
             if self._receiving:
                 raise self._violate("receive_update twice at the same time")
-            channel = self.channel
-            if channel is None:
-                raise ChannelError(f"{self.name}: open the channel before receive_update")
-            began, nbytes, received = _now(), 0, dict[str, str]()
-            self._receiving = True
-            whole = False
-            try:
-                for index in range(len(channel.spec.tensors)):
-                    name, data = await self._receive(index, call.nth)
-                    if data is None:
-                        continue
-                    received[name] = policy.digest(data)
-                    nbytes += len(data)
-                    self._load(name, data)
-                whole = True
-            finally:
-                self._receiving = False
-                self._digests[update.sync_id] = received
-                if not whole:
-                    channel.break_off(self.name)
+            if update.at_hand:
+                stats = await self._commit(update)
+            else:
+                stats, _ = await self._take(update, call.nth, self._load)
             self._received = True
-            return TransferStats(nbytes, _now() - began)
+            return stats
 
     async def finish_update(self, update: WeightUpdate) -> None:
         """The only place where the version moves."""
@@ -243,7 +254,7 @@ class FakeEngine(FakeActor):
                 raise self._violate(f"finish_update of {update.sync_id} before all was received")
             self._decoder.key = policy.weights_key(self.weights)
             self._decoder.version = update.version
-            self._update, self._half_applied = None, False
+            self._update, self._prefetched, self._half_applied = None, None, False
 
     async def resume(self) -> None:
         """Refuses to serve weights that are not whole."""
@@ -252,6 +263,32 @@ class FakeEngine(FakeActor):
             if self._half_applied:
                 raise self._violate("resume with half-applied weights")
             self._decoder.go()
+
+    async def swap(self, update: WeightUpdate, timeouts: PhaseTimeouts) -> Swapped:
+        """The calls of each phase, one after the other: their faults strike here too."""
+        async with self._call("swap", update, timeouts):
+            self._must_be_started()
+            if not update.at_hand or not self._has(update):
+                raise self._violate(f"swap to {update.sync_id}, which was not prefetched")
+            began = _now()
+            try:
+                async with self._phase(State.PAUSING, timeouts.pausing):
+                    ack = await self.pause(update.pause_mode, update.kv_policy)
+            except SyncError:
+                with suppress(SyncError):
+                    async with self._phase(State.RESUMING, timeouts.resuming):
+                        await self.resume()
+                raise
+            idle = _now()
+            async with self._phase(State.SYNCING, timeouts.syncing):
+                await self.start_update(update)
+                stats = await self.receive_update(update)
+                usable = _now()
+                await self.finish_update(update)
+            whole = _now()
+            async with self._phase(State.RESUMING, timeouts.resuming):
+                await self.resume()
+            return Swapped(ack, stats, idle - began, usable - idle, whole - usable, _now() - whole)
 
     async def wait_first_tokens(self, update: WeightUpdate) -> FirstTokens:
         """Ends at once when the pause froze nothing and the engine was resumed."""
@@ -310,6 +347,60 @@ class FakeEngine(FakeActor):
             return self._decoder.end_all()
 
     # -- inside -----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _phase(self, state: State, seconds: float) -> AsyncIterator[None]:
+        budget = asyncio.timeout(seconds)
+        try:
+            async with budget:
+                yield
+        except EngineDied:
+            raise  # a dead process answers nothing
+        except (MidflightError, TimeoutError) as error:
+            late = PhaseTimeout(state.value, seconds, f"engine {self.name}")
+            raise SyncError(state.value, str(late if budget.expired() else error)) from error
+
+    def _has(self, update: WeightUpdate) -> bool:
+        return self._prefetched is not None and self._prefetched[0] == update
+
+    async def _take(
+        self,
+        update: WeightUpdate,
+        transfer: int,
+        load: Callable[[str, bytes], None] = lambda name, data: None,
+    ) -> tuple[TransferStats, dict[str, bytes]]:
+        channel = self.channel
+        if channel is None:
+            raise ChannelError(f"{self.name}: open the channel before {update.sync_id}")
+        began, found = _now(), dict[str, bytes]()
+        self._receiving = True
+        whole = False
+        try:
+            for index in range(len(channel.spec.tensors)):
+                name, data = await self._receive(index, transfer)
+                if data is not None:
+                    found[name] = data
+                    load(name, data)
+            whole = True
+        finally:
+            self._receiving = False
+            self._digests[update.sync_id] = policy.digests(found)
+            if not whole:
+                channel.break_off(self.name)
+        return TransferStats(sum(map(len, found.values())), _now() - began), found
+
+    async def _commit(self, update: WeightUpdate) -> TransferStats:
+        if self._prefetched is None or not self._has(update):
+            raise ChannelError(f"{self.name} left its channel, and with it {update.sync_id}")
+        began, found = _now(), self._prefetched[1]
+        for name, data in found.items():
+            await self._sleep(self.world.commit_seconds)
+            self._load(name, data)
+        return TransferStats(sum(map(len, found.values())), _now() - began)
+
+    def _leave(self) -> None:
+        self._prefetched = None
+        super()._leave()
 
     async def _receive(self, index: int, transfer: int) -> tuple[str, bytes | None]:
         faults, channel = self.world.faults, self.channel

@@ -225,7 +225,10 @@ class Faults:
         transfer: int | None = 1,
         error: BaseException | None = None,
     ) -> None:
-        """The receiver raises when it should take tensor number ``tensor`` (from 0)."""
+        """The receiver raises when it should take tensor number ``tensor`` (from 0) off the wire.
+
+        In ``prefetch`` for updates that are at hand, else in ``receive_update``.
+        """
         self._tensors.append(
             _TensorRule("fail_at_tensor", receiver, "receive_update", transfer, tensor, error)
         )

@@ -180,14 +180,15 @@ class FakeTrainer(FakeActor):
         """A sender that enters a collective before its receivers were told may wait for ever."""
         told = {
             call.actor
-            for call in self.world.calls("receive_update")
+            for method in ("prefetch", "receive_update")
+            for call in self.world.calls(method)
             if call.args and call.args[0] == update
         }
         untold = [n for n in channel.members if n != self.name and n not in told]
         if untold:
             self.world.violations.append(
-                f"{self.name}: send of {update.sync_id} before receive_update of "
-                + ", ".join(untold)
+                f"{self.name}: send of {update.sync_id} before "
+                f"{'prefetch' if update.at_hand else 'receive_update'} of " + ", ".join(untold)
             )
 
     def _leave(self) -> None:

@@ -42,6 +42,8 @@ class FakeWorld:
     faults: Faults = field(default_factory=Faults)
     tensor_seconds: float = 0.001
     """Virtual seconds one tensor takes on the wire."""
+    commit_seconds: float = 0.0001
+    """Virtual seconds to apply one tensor that was prefetched."""
     log: list[Call] = field(default_factory=list)
     """Every call, in the order they began."""
     violations: list[str] = field(default_factory=list)

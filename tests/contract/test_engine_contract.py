@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from orchestrator.errors import ChannelError, EngineError, MidflightError
 from orchestrator.protocols import Engine, WeightSender
 from orchestrator.testing import FakeEngine, FakeTrainer, FakeWorld, policy
-from orchestrator.types import FinishReason, KVPolicy, PauseMode
+from orchestrator.types import FinishReason, KVPolicy, PauseMode, PhaseTimeouts
 from tests.swaps import Rig, check_completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -258,6 +260,119 @@ async def test_an_update_of_a_running_engine_is_refused(rig: Rig) -> None:
     with pytest.raises(EngineError):
         await rig.engine.start_update(rig.next_update())
     assert (await rig.engine.status()).version == rig.version
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def staged(rig: Rig) -> AsyncIterator[Rig]:
+    """A channel whose bytes arrive in a second copy; afterwards the usual one again."""
+    await up(rig)
+    rig.staged = True
+    await rig.open()
+    yield rig
+    rig.staged = False
+    await rig.open()
+
+
+@pytest.mark.parametrize("kv", list(KVPolicy))
+async def test_what_was_prefetched_is_swapped_in_one_call(staged: Rig, kv: KVPolicy) -> None:
+    rig = staged
+    async with asyncio.timeout(DEADLINE_S):
+        request = rig.request(200)
+        running = asyncio.create_task(rig.generate(request))
+        await rig.engine.wait_for_tokens(5)
+        ready = await rig.ready("b", kv)
+        status = await rig.engine.status()
+        assert (status.version, status.paused) == (rig.version, False)
+        done = await rig.swap_in_one(ready.update)
+        first = await rig.engine.wait_first_tokens(ready.update)
+        assert await rig.engine.digests(ready.update) == ready.sent
+        completion = await running
+        status = await rig.engine.status()
+    assert ready.stats.nbytes == done.stats.nbytes > 0
+    assert (done.ack.requests_in_flight, len(first.stalls)) == (1, 1)
+    assert min(done.quiesce, done.transfer, done.finalize, done.resume) >= 0
+    check_completion(completion, request)
+    assert [s.version for s in completion.spans] == [rig.version - 1, rig.version]
+    assert (status.version, status.paused) == (rig.version, False)
+
+
+async def test_one_call_leaves_what_a_swap_phase_by_phase_leaves(staged: Rig) -> None:
+    rig = staged
+    seen = []
+    async with asyncio.timeout(DEADLINE_S):
+        for which in ("a", "b", "a"):
+            ready = await rig.ready(which)
+            await rig.swap_in_one(ready.update)
+            seen.append((ready.sent, (await rig.generate(rig.request(16, 3))).token_ids))
+        swapped = await rig.swap("b")
+        seen.append((swapped.sent, (await rig.generate(rig.request(16, 3))).token_ids))
+    assert dict(seen[0][0]) == dict(seen[2][0]) != dict(seen[1][0]) == dict(seen[3][0])
+    assert seen[0][1] == seen[2][1] != seen[1][1] == seen[3][1]
+
+
+async def test_a_paused_engine_applies_what_was_prefetched_without_the_sender(staged: Rig) -> None:
+    rig = staged
+    async with asyncio.timeout(DEADLINE_S):
+        update = (await rig.ready("b")).update
+        await rig.engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
+        await rig.engine.start_update(update)
+        with pytest.raises(EngineError):
+            await rig.engine.resume()
+        assert (await rig.engine.receive_update(update)).nbytes > 0
+        await rig.engine.finish_update(update)
+        rig.version = update.version
+        await rig.engine.resume()
+        completion = await rig.generate(rig.request(8))
+    assert [span.version for span in completion.spans] == [rig.version]
+
+
+async def test_what_was_prefetched_and_not_applied_is_replaced(staged: Rig) -> None:
+    rig = staged
+    async with asyncio.timeout(DEADLINE_S):
+        await rig.ready("a")
+        ready = await rig.ready("b")
+        await rig.swap_in_one(ready.update)
+        assert await rig.engine.digests(ready.update) == ready.sent
+
+
+async def test_a_prefetch_that_is_left_alone_ends_with_the_channel_and_harms_nothing(
+    staged: Rig,
+) -> None:
+    rig = staged
+    async with asyncio.timeout(DEADLINE_S):
+        before = await rig.generate(rig.request(8, 2))
+        rig.use("b")
+        update = rig.next_update()
+        await rig.sender.stage(update.version)
+        alone = asyncio.create_task(rig.engine.prefetch(update))  # nobody sends
+        during = await rig.generate(rig.request(8, 2))
+        alone.cancel()
+        await asyncio.gather(rig.engine.close_channel(), rig.sender.close_channel())
+        with pytest.raises(asyncio.CancelledError):
+            await alone
+        after = await rig.generate(rig.request(8, 2))
+        assert before.token_ids == during.token_ids == after.token_ids
+        assert [s.version for s in after.spans] == [rig.version]
+        await rig.open()
+        ready = await rig.ready("b")
+        await rig.swap_in_one(ready.update)
+        assert await rig.engine.digests(ready.update) == ready.sent
+
+
+async def test_a_swap_to_what_was_not_prefetched_changes_no_version_and_can_be_made_good(
+    staged: Rig,
+) -> None:
+    rig = staged
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(MidflightError):
+            await rig.engine.swap(rig.next_update(), PhaseTimeouts())
+        assert (await rig.engine.status()).version == rig.version
+        await rig.open()  # a failed update may have closed it
+        ready = await rig.ready("a")
+        await rig.swap_in_one(ready.update)
+        assert not (await rig.engine.status()).paused
+        completion = await rig.generate(rig.request(8))
+    assert [span.version for span in completion.spans] == [rig.version]
 
 
 async def test_a_closed_channel_carries_nothing(rig: Rig) -> None:

@@ -21,7 +21,8 @@ from actors.rewards import alliteration
 from actors.trainer import TrainerActor
 from actors.transfer.digest import digest_all
 from actors.transfer.inbox import Inbox, Invitation
-from orchestrator.errors import ChannelError, ConfigError, TrainerError
+from actors.transfer.ipc import IpcInbox
+from orchestrator.errors import ChannelError, ConfigError, TrainerError, TransferError
 from orchestrator.types import (
     ChannelSpec,
     Completion,
@@ -113,11 +114,15 @@ class Peer:
         self._spec = spec
 
     def join(self) -> None:
+        inbox = IpcInbox if self._spec.backend is TransferBackend.IPC else Inbox
         invitation = Invitation.of(self._spec, 1)
-        self._inbox = Inbox(invitation, 1, lambda layout: None, torch.device("cpu"))
+        self._inbox = inbox(invitation, 1, lambda layout: None, torch.device("cpu"))
 
     def receive(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self._inbox.tensors()}
+        if self._inbox.at_hand:
+            self._inbox.fetch()
+            return {name: tensor.clone() for name, tensor in self._inbox.views().items()}
+        return {name: tensor.clone() for name, tensor in self._inbox.tensors("s1")}
 
     def leave(self) -> None:
         self._inbox.leave("the test is over")
@@ -268,6 +273,25 @@ async def test_records_carry_the_operation(trainer: TrainerActor) -> None:
     assert trained["reward"] == 0.5
 
 
+async def test_the_next_channel_may_have_another_backend(
+    trainer: TrainerActor, tiny: dict[str, Path]
+) -> None:
+    stored = load_file(tiny["trainer"] / "model.safetensors")
+    async with asyncio.timeout(DEADLINE_S):
+        for version, backend in enumerate((GLOO, TransferBackend.IPC, GLOO), 1):
+            spec = await trainer.listen(CTX, backend, 2, 20.0)
+            assert spec.backend is backend
+            peer = Peer(spec)
+            await asyncio.gather(trainer.open_channel(CTX, spec), asyncio.to_thread(peer.join))
+            with pytest.raises((TrainerError, TransferError), match="staged"):
+                await trainer.send(CTX, update(version))
+            await trainer.stage(CTX, PolicyVersion(version))
+            _, received = await asyncio.gather(
+                trainer.send(CTX, update(version)), asyncio.to_thread(peer.receive)
+            )
+            assert all(torch.equal(received[name], stored[name]) for name in stored)
+
+
 async def test_wrong_calls_are_refused_in_words(tiny: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown reward"):
         make(tiny, tmp_path, reward="best")
@@ -279,7 +303,7 @@ async def test_wrong_calls_are_refused_in_words(tiny: dict[str, Path], tmp_path:
         await trainer.start(CTX)
         with pytest.raises(TrainerError, match="started already"):
             await trainer.start(CTX)
-        with pytest.raises(ConfigError, match="made for backend gloo, not nccl"):
+        with pytest.raises(ChannelError, match="nccl needs a GPU"):
             await trainer.listen(CTX, TransferBackend.NCCL, 2, 1.0)
         for name in ("../out", "", ".hidden", "a/b"):
             with pytest.raises(ConfigError, match="checkpoint name"):

@@ -31,6 +31,7 @@ from orchestrator import (
     StateChanged,
     SwapDone,
     SwapFailed,
+    TransferBackend,
     ValidationOptions,
     Verdict,
 )
@@ -56,6 +57,8 @@ ENGINE_METHODS = (
     "prompt_logprobs",
     "abort_requests",
     "close_channel",
+    "prefetch",
+    "swap",
 )
 TRAINER_METHODS = (
     "start",
@@ -67,6 +70,12 @@ TRAINER_METHODS = (
     "send",
     "save_checkpoint",
     "close_channel",
+)
+ROUTES = (
+    (TransferBackend.GLOO, False),
+    (TransferBackend.GLOO, True),
+    (TransferBackend.NCCL, True),
+    (TransferBackend.IPC, False),
 )
 TENSORS = ("embed", "layers.0", "layers.1", "head")
 
@@ -111,10 +120,14 @@ class Scenario:
     steps: int
     mode: PauseMode
     kv: KVPolicy
+    route: tuple[TransferBackend, bool]
+    """Over which link, and whether the bytes come first."""
     validation: ValidationOptions
     probes: int
     max_staleness: int | None
     train_seconds: float
+    answer_seconds: float
+    """What the answer of a swap in one call takes; the replica goes on before it."""
     faults: tuple[Fault, ...]
 
 
@@ -159,10 +172,12 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         draw(st.integers(1, 3)),
         draw(st.sampled_from(PauseMode)),
         draw(st.sampled_from(KVPolicy)),
+        draw(st.sampled_from(ROUTES)),
         replace(ALL, canary=draw(st.booleans()), fresh=draw(st.booleans())),
         draw(st.integers(0, 2)),
         draw(st.sampled_from([None, 0, 1])),
         draw(st.sampled_from([0.0, 0.1, 2.0])),
+        draw(st.sampled_from([0.0, 0.3])),
         tuple(draw(st.lists(faults, max_size=3))),
     )
 
@@ -180,7 +195,13 @@ def prepare(scenario: Scenario, cancel: Callable[[], object]) -> Rig:
     rig = make_rig(
         world,
         scenario.engines,
-        swap=replace(SWAP, pause_mode=scenario.mode, kv_policy=scenario.kv),
+        swap=replace(
+            SWAP,
+            backend=scenario.route[0],
+            staged=scenario.route[1],
+            pause_mode=scenario.mode,
+            kv_policy=scenario.kv,
+        ),
         generation=replace(GENERATION, max_staleness=scenario.max_staleness),
         validation=scenario.validation,
         probes=PROMPTS[: scenario.probes],
@@ -197,6 +218,8 @@ def prepare(scenario: Scenario, cancel: Callable[[], object]) -> Rig:
             rig.orchestrator.interrupt()
 
     faults = world.faults
+    if scenario.answer_seconds:
+        faults.delay("engine-0", "swap", scenario.answer_seconds, call=None, when=When.AFTER)
     for fault in scenario.faults:
         match fault:
             case CallFault(actor, method, call, when, kind, seconds):
@@ -266,6 +289,7 @@ def test_a_run_under_any_faults_ends_clean_and_says_how(scenario: Scenario) -> N
         (result,) = await asyncio.gather(job, return_exceptions=True)
         check_the_end(rig, result)
         event(type(result).__name__)
+        event(f"one call: {bool(rig.world.calls('swap'))}")
         if not scenario.faults:
             assert result is None
             assert len(rig.of(SwapDone)) == scenario.steps

@@ -33,6 +33,7 @@ class FakePrepared:
     backend: TransferBackend = TransferBackend.GLOO
     min_pass_rate: float = 1.0
     canary_tolerance: float = 1e-3
+    staged: bool = False
 
 
 @dataclass

@@ -6,10 +6,12 @@ import socket
 
 import pytest
 
-from actors.assembly import check_executor, gpu_shares, reachable
+from actors import hardware
+from actors.assembly import check_executor, gpu_shares, preflight, reachable
 from actors.engine_settings import EngineSettings
 from actors.trainer import TrainerActor
 from orchestrator.errors import ConfigError
+from orchestrator.sources import load
 from orchestrator.types import TransferBackend
 
 
@@ -56,6 +58,45 @@ def test_a_trainer_that_must_ask_ray_for_its_address_needs_ray(
             learning_rate=1e-3,
             host="auto",
         )
+
+
+@pytest.mark.parametrize(
+    ("cpu", "invariant", "graphs", "eager", "compilation"),
+    [
+        (True, False, True, True, None),
+        (False, False, None, False, None),
+        (False, False, False, True, None),
+        (False, True, None, True, None),
+        (False, True, False, True, None),
+        (False, True, True, False, {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}),
+    ],
+)
+def test_batch_invariant_engines_have_graphs_only_if_asked_for_and_never_compile(
+    cpu: bool, invariant: bool, graphs: bool | None, eager: bool, compilation: object
+) -> None:
+    settings = EngineSettings(model="m", cpu=cpu, batch_invariant=invariant, graphs=graphs)
+    found = settings.arguments()
+    assert found["enforce_eager"] is eager
+    assert found.get("compilation_config") == compilation
+
+
+def test_native_backends_reserve_what_their_kin_do() -> None:
+    for native, kin in (
+        (TransferBackend.NATIVE_NCCL, TransferBackend.NCCL),
+        (TransferBackend.NATIVE_IPC, TransferBackend.IPC),
+    ):
+        assert gpu_shares(native, 2, workers=1) == gpu_shares(kin, 2, workers=1)
+
+
+def test_graphs_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.hardware.nvidia_gpus", lambda environment: ())
+    monkeypatch.setattr("actors.hardware.rocm_gpus", lambda environment: ())
+    hardware.detect.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="--cuda-graphs needs a GPU and none is visible"):
+            preflight(load({"cuda_graphs": True}))
+    finally:
+        hardware.detect.cache_clear()
 
 
 @pytest.mark.parametrize("engines", range(1, 9))

@@ -87,6 +87,7 @@ def test_every_flag_reaches_the_options() -> None:
         "timeout-pausing": "1.5",
         "timeout-syncing": "2",
         "timeout-starting": "3",
+        "timeout-staging": "4",
         "max-tokens": "8",
         "temperature": "0.5",
         "group-size": "2",
@@ -102,7 +103,10 @@ def test_every_flag_reaches_the_options() -> None:
         "canary-tolerance": "0.25",
     }
     s = settings(*(f"--{name}={value}" for name, value in given.items()))
-    swap = s.swap_options(TransferBackend.IPC)
+    assert not s.swap_options(TransferBackend.IPC).staged
+    swap = s.swap_options(TransferBackend.IPC, staged=True)
+    assert swap.staged
+    assert swap.timeouts.staging == 4.0
     assert (swap.backend, swap.pause_mode) == (TransferBackend.IPC, PauseMode.ABORT)
     assert (swap.kv_policy, swap.pause_after_tokens) == (KVPolicy.KEEP, 3)
     assert swap.timeouts.of(State.PAUSING) == 1.5
@@ -129,6 +133,23 @@ def test_validate_is_a_comma_list(
     assert settings("--config", conf(f"validate: {list(expected)}\n")).validate_ == expected
     monkeypatch.setenv("MIDFLIGHT_VALIDATE", text)
     assert settings().validate_ == expected
+
+
+def test_a_choice_with_a_default_of_its_own_is_yes_no_or_left_open(
+    monkeypatch: pytest.MonkeyPatch, conf: Any
+) -> None:
+    assert settings().cuda_graphs is None
+    assert settings("--cuda-graphs").cuda_graphs is True
+    assert settings("--no-cuda-graphs").cuda_graphs is False
+    assert settings("--config", conf("cuda_graphs: false\n")).cuda_graphs is False
+    monkeypatch.setenv("MIDFLIGHT_CUDA_GRAPHS", "true")
+    assert settings().cuda_graphs is True
+    assert settings("--no-cuda-graphs").cuda_graphs is False
+    monkeypatch.setenv("MIDFLIGHT_CUDA_GRAPHS", "none")
+    assert settings().cuda_graphs is None
+    monkeypatch.setenv("MIDFLIGHT_CUDA_GRAPHS", "maybe")
+    with pytest.raises(ConfigError, match="CUDA_GRAPHS=maybe: must be true or false"):
+        settings()
 
 
 def test_an_unrelated_variable_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,10 @@
-"""The way into a replica, and digests that several workers must agree on."""
+"""The way into a replica."""
 
 from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from actors.gate import Gate
-from actors.weights import same_on_all
-from orchestrator.errors import TransferError
 from orchestrator.testing import all_blocked
 
 
@@ -54,12 +50,3 @@ async def test_a_held_request_that_is_cancelled_keeps_no_place() -> None:
     await asyncio.wait({waiting})
     assert (gate.held, gate.send_away()) == (0, 0)
     gate.open()
-
-
-def test_workers_that_received_different_bytes_are_named_with_the_tensor() -> None:
-    same = {"w": "1", "b": "2"}
-    assert same_on_all("e", {3: same, 4: dict(same)}) == same
-    with pytest.raises(TransferError, match=r"ranks 3 and 5 of engine e received.*: w$"):
-        same_on_all("e", {3: same, 4: dict(same), 5: {**same, "w": "x"}})
-    with pytest.raises(TransferError, match="ranks 3 and 4"):
-        same_on_all("e", {3: same, 4: {**same, "more": "3"}})

@@ -7,9 +7,19 @@ from pathlib import Path
 import pytest
 
 from actors import hardware
-from actors.hardware import Hardware, choose_backend, nvidia_gpus, parse_nvidia_smi, rocm_gpus
+from actors.hardware import (
+    Hardware,
+    backend_names,
+    choose_backend,
+    nvidia_gpus,
+    parse_nvidia_smi,
+    rocm_gpus,
+    split_backend,
+)
+from orchestrator.config import Settings
 from orchestrator.errors import ConfigError
-from orchestrator.types import TransferBackend
+from orchestrator.flags import choices
+from orchestrator.types import TransferBackend, route
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-aaaa1111-0000)
@@ -77,6 +87,8 @@ def test_amd_gpus_are_read_from_the_kernel(tmp_path: Path) -> None:
         ("ipc", 4, "ipc"),
         ("gloo", 2, "gloo"),
         (TransferBackend.NCCL, 2, "nccl"),
+        ("native-nccl", 2, "native-nccl"),
+        ("native-ipc", 1, "native-ipc"),
     ],
 )
 def test_the_backend_follows_the_gpus_unless_asked_for(
@@ -92,6 +104,9 @@ def test_the_backend_follows_the_gpus_unless_asked_for(
         ("nccl", 0, {}, "nccl needs GPUs and none is visible: use gloo"),
         ("ipc", 0, {}, "ipc needs GPUs and none is visible: use gloo"),
         ("nccl", 1, {}, "two ranks on one device.*use ipc"),
+        ("native-nccl", 1, {}, "native-nccl needs two GPUs.*use native-ipc"),
+        ("native-ipc", 0, {}, "native-ipc needs GPUs and none is visible: use gloo"),
+        ("staged-native-ipc", 1, {}, "unknown backend 'staged-native-ipc'.*staged-gloo"),
         (None, 0, {"batch_invariant": True}, "needs an NVIDIA GPU"),
         (None, 2, {"batch_invariant": True, "rocm": True}, "AMD GPUs: unset it"),
     ],
@@ -102,6 +117,34 @@ def test_what_the_hardware_cannot_do_is_refused(
     with pytest.raises(ConfigError, match=words) as caught:
         choose_backend(requested, gpus, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "link", "staged"),
+    [
+        (None, None, False),
+        ("auto", None, False),
+        ("ipc", "ipc", False),
+        ("staged", None, True),
+        ("staged-gloo", "gloo", True),
+        ("staged-nccl", "nccl", True),
+        ("staged-native-ipc", "staged-native-ipc", False),
+        ("staged-", "staged-", False),
+    ],
+)
+def test_a_backend_is_a_link_and_whether_it_is_staged(
+    name: str | None, link: str | None, staged: bool
+) -> None:
+    assert split_backend(name) == (link, staged)
+
+
+def test_the_flag_takes_every_backend_there_is() -> None:
+    field = Settings.model_fields["backend"]
+    assert choices(field.annotation) == ["auto", *backend_names()]
+    for name in backend_names():
+        link, staged = split_backend(name)
+        chosen = choose_backend(link, 2)
+        assert route(chosen, staged) == ("staged-nccl" if name == "staged" else name)
 
 
 def test_this_machine_has_a_description_and_versions() -> None:

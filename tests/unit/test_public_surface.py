@@ -21,7 +21,7 @@ NAMES = """
     EngineFactory Trainer WeightSender Scorer Digests FirstTokens ChannelSpec CheckResult
     Completion EngineInfo EngineStatus FinishReason GenerationRequest KVPolicy OpContext
     Outcome PauseAck PauseMode PhaseSeconds PolicyVersion Prompt RequestKind Rollout Stall
-    StallStats State SyncReport TensorSpec TokenSpan TrainStats TransferBackend
+    StallStats State Swapped SyncReport TensorSpec TokenSpan TrainStats TransferBackend
     TransferStats Verdict WeightUpdate Event Observer ActorLogged EngineStarted ReplicaDied
     RolloutConsumed RolloutFinished RunEnded StateChanged SwapDone SwapFailed TrainStepDone
     MidflightError ChannelError Closed ConfigError EngineDied EngineError IllegalTransition
@@ -52,11 +52,13 @@ SIGNATURES = {
         async wait_for_tokens(threshold: int, among: Collection[str] | None = None) -> int
         async open_channel(spec: ChannelSpec, first_rank: int) -> None
         async close_channel() -> None
+        async prefetch(update: WeightUpdate) -> TransferStats
         async pause(mode: PauseMode, kv: KVPolicy) -> PauseAck
         async start_update(update: WeightUpdate) -> None
         async receive_update(update: WeightUpdate) -> TransferStats
         async finish_update(update: WeightUpdate) -> None
         async resume() -> None
+        async swap(update: WeightUpdate, timeouts: PhaseTimeouts) -> Swapped
         async wait_first_tokens(update: WeightUpdate) -> FirstTokens
         async digests(update: WeightUpdate) -> Digests
         async prompt_logprobs(prompts: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...]
@@ -87,15 +89,17 @@ SIGNATURES = {
 
 # Field names in order; "=" marks one with a default.
 FIELDS = {
-    "SwapOptions": "backend= pause_mode= kv_policy= pause_after_tokens= timeouts=",
+    "SwapOptions": "backend= staged= pause_mode= kv_policy= pause_after_tokens= timeouts=",
     "GenerationOptions": (
         "max_tokens= temperature= group_size= prompts_per_step= max_in_flight="
         " buffer_size= max_staleness= probe_tokens= seed="
     ),
     "ValidationOptions": "digest= canary= fresh= fresh_every= min_pass_rate= canary_tolerance=",
-    "PhaseTimeouts": "starting= generating= pausing= syncing= resuming= validating= stopping=",
+    "PhaseTimeouts": (
+        "starting= generating= pausing= syncing= resuming= validating= stopping= staging="
+    ),
     "FirstTokens": "seconds stalls",
-    "ChannelSpec": "backend host port world_size nonce tensors= timeout_s= extra=",
+    "ChannelSpec": "backend host port world_size nonce tensors= timeout_s= extra= staged=",
     "CheckResult": "check verdict detail=",
     "Completion": (
         "request_id engine token_ids logprobs spans finish_reason text= span_texts= stalls="
@@ -105,17 +109,18 @@ FIELDS = {
     "GenerationRequest": "request_id prompt max_tokens temperature= seed= kind= group= ignore_eos=",
     "OpContext": "run_id= sync_id= step= version= state=",
     "PauseAck": "engine requests_in_flight",
-    "PhaseSeconds": "quiesce transfer finalize resume first_token",
+    "PhaseSeconds": "quiesce transfer finalize resume first_token prefetch=",
     "Prompt": "token_ids text=",
     "Rollout": "request completion reward= staleness=",
     "Stall": "sync_id seconds",
     "StallStats": "count p50 p95 max",
+    "Swapped": "ack stats quiesce transfer finalize resume",
     "SyncReport": "update nbytes requests_in_flight seconds stall_s checks= validate_s= stalls=",
     "TensorSpec": "name dtype shape nbytes",
     "TokenSpan": "version start end",
     "TrainStats": "step loss reward grad_norm tokens seconds rewards=",
     "TransferStats": "nbytes seconds",
-    "WeightUpdate": "sync_id from_version version step backend pause_mode kv_policy",
+    "WeightUpdate": "sync_id from_version version step backend pause_mode kv_policy staged=",
     "Event": "at op",
     "ActorLogged": "at op actor level message fields=",
     "EngineStarted": "at op info",
@@ -136,7 +141,7 @@ ENUMS = {
     "PauseMode": "keep wait abort",
     "RequestKind": "rollout probe",
     "State": "STARTING GENERATING PAUSING SYNCING RESUMING VALIDATING RECOVERING STOPPED FAILED",
-    "TransferBackend": "gloo nccl ipc",
+    "TransferBackend": "gloo nccl ipc native-nccl native-ipc",
     "Verdict": "match mismatch inconclusive skipped",
 }
 

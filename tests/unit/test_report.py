@@ -18,7 +18,9 @@ from orchestrator import events as ev
 from orchestrator.errors import SyncError, ValidationFailed
 from orchestrator.telemetry import report as report_module
 from orchestrator.telemetry import schema
+from orchestrator.telemetry.records import swap_record
 from orchestrator.telemetry.report import RunRecorder
+from orchestrator.telemetry.text import swap_line
 from orchestrator.types import (
     CheckResult,
     FinishReason,
@@ -192,6 +194,7 @@ def test_the_summary_of_a_whole_run(recorder: RunRecorder) -> None:
         "finalize": 0.01,
         "resume": 0.0015,
         "first_token": 0.04,
+        "prefetch": None,
     }
     assert first.stall_s.model_dump() == {"count": 12, "p50": 0.18, "p95": 0.2, "max": 0.21}
     assert first.checks["digest"].detail["tensors"] == 4
@@ -216,6 +219,20 @@ def test_the_summary_of_a_whole_run(recorder: RunRecorder) -> None:
     }
     assert s.state_seconds == {State.STARTING: 3.0, State.GENERATING: 4.0}
     assert s.stall_s.count == 30
+
+
+def test_a_staged_swap_says_so_and_how_long_the_bytes_took(recorder: RunRecorder) -> None:
+    done = report()
+    staged = replace(
+        done,
+        update=replace(done.update, staged=True),
+        seconds=replace(done.seconds, prefetch=0.25),
+    )
+    record = swap_record(staged, 0, 0)
+    assert (record.backend, record.seconds.prefetch) == ("staged-gloo", 0.25)
+    assert "over staged-gloo" in swap_line(staged, 1)
+    assert "prefetch 250 ms before it" in swap_line(staged, 1)
+    assert "prefetch" not in swap_line(done, 1)
 
 
 def test_the_last_fresh_check_that_ran_counts(recorder: RunRecorder) -> None:

@@ -48,12 +48,16 @@ class Result:
 
 
 async def go(
-    folder: Path, assembly: FakeAssembly, seen: list[Event] | None = None, **changes: Any
+    folder: Path,
+    assembly: FakeAssembly,
+    seen: list[Event] | None = None,
+    prepared: FakePrepared | None = None,
+    **changes: Any,
 ) -> Result:
     out = io.StringIO()
     code = await runner.run(
         Settings(**{"steps": 3, **changes}),
-        FakePrepared(),
+        prepared or FakePrepared(),
         assembly.assemble,
         run_dir=folder,
         run_id="run-1",
@@ -266,6 +270,22 @@ def test_config_is_written_as_resolved(tmp_path: Path) -> None:
     data = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert (data["steps"], data["backend"]) == (2, "ipc")
     assert (data["min_pass_rate"], data["canary_tolerance"]) == (0.9, 0.5)
+
+
+async def test_a_staged_run_says_so_in_its_config_and_summary(
+    tmp_path: Path, world: FakeWorld
+) -> None:
+    prepared = FakePrepared(staged=True)
+    write_config(Settings(), prepared, tmp_path)
+    assert Settings(**yaml.safe_load((tmp_path / "config.yaml").read_text())).backend == (
+        "staged-gloo"
+    )
+    result = await go(tmp_path, FakeAssembly(world), prepared=prepared, steps=1)
+    assert result.code == 0
+    (swap,) = result.summary.swaps
+    assert swap.backend == "staged-gloo"
+    assert swap.seconds.prefetch is not None
+    assert len(world.calls("swap")) == 1
 
 
 def start(folder: Path, *words: str) -> tuple[subprocess.Popen[str], int]:

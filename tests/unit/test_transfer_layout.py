@@ -10,8 +10,12 @@ import torch
 from actors.transfer.layout import (
     ALIGNMENT,
     Layout,
+    differences,
+    fingerprint,
+    flat_bytes,
     manifest_from_wire,
     manifest_to_wire,
+    schedule,
     worker_rank,
 )
 from orchestrator.errors import ChannelError, TransferError
@@ -93,3 +97,57 @@ def test_what_json_or_the_receiver_would_not_understand_is_refused_at_the_sender
 def test_an_empty_manifest_is_refused_by_the_receiver() -> None:
     with pytest.raises(ChannelError, match="nothing to send"):
         manifest_from_wire([])
+
+
+def test_groups_hold_whole_tensors_in_order_within_the_bucket() -> None:
+    sizes = [100, 300, 64, 1000, 64, 200, 200, 200]
+    layout = Layout.of([spec(f"t{i}", "uint8", size) for i, size in enumerate(sizes)])
+    groups = schedule(layout, 512)
+    assert [slot for group in groups for slot in group] == list(layout.slots)
+    assert [len(group) for group in groups] == [3, 1, 2, 2]
+    # The one that is larger than a bucket is alone; the others fit, with their padding.
+    assert all(group[-1].end - group[0].offset <= 512 for group in groups if len(group) > 1)
+
+
+@pytest.mark.parametrize(
+    ("specs", "bucket"),
+    [
+        ([spec("a", "float32", 2, 3), spec("b", "float32", 4)], 257),
+        ([spec("a", "float32", 3, 2), spec("b", "float32", 4)], 256),
+        ([spec("a", "int32", 2, 3), spec("b", "float32", 4)], 256),
+        ([spec("b", "float32", 4), spec("a", "float32", 2, 3)], 256),
+        ([spec("a", "float32", 2, 3)], 256),
+    ],
+)
+def test_the_fingerprint_is_of_all_that_must_be_agreed_on(
+    specs: list[TensorSpec], bucket: int
+) -> None:
+    known = Layout.of([spec("a", "float32", 2, 3), spec("b", "float32", 4)])
+    assert fingerprint(known, 256) == fingerprint(Layout.of(known_specs(known)), 256)
+    assert fingerprint(known, 256) != fingerprint(Layout.of(specs), bucket)
+
+
+def known_specs(layout: Layout) -> list[TensorSpec]:
+    return [slot.spec for slot in layout.slots]
+
+
+def test_differences_name_what_is_missing_unexpected_or_misshaped() -> None:
+    sent = [spec("same", "float32", 1), spec("w", "bfloat16", 2, 3), spec("extra", "int8", 1)]
+    expected = [spec("same", "float32", 1), spec("w", "float32", 6), spec("gone", "int8", 1)]
+    assert differences(sent, expected) == (
+        "1 missing: gone; 1 unexpected: extra; "
+        "1 misshaped: w (bfloat16 [2, 3] sent, float32 [6] expected)"
+    )
+    assert differences(sent, sent) is None
+    assert differences(sent, sent[::-1]) == "the order differs from same on"
+    many = [spec(f"t{i}", "int8", 1) for i in range(12)]
+    assert differences([], many, limit=2) == "12 missing: t0, t1 and 10 more"
+
+
+def test_flat_bytes_never_copies() -> None:
+    tensor = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    flat_bytes(tensor).zero_()
+    assert tensor.detach().abs().sum() == 0
+    assert flat_bytes(torch.tensor(1.0)).numel() == 4
+    with pytest.raises(TransferError, match="only contiguous"):
+        flat_bytes(torch.ones(2, 3).t())
