@@ -17,6 +17,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     methods = [m for m in result["methods"] if m["samples"]]
+    loads = sorted({m["requests"] for m in methods})
+    for m in methods:
+        m["label"] = m["name"] if len(loads) == 1 else f"{m['name']}, {m['requests']} requests"
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     for at, method in enumerate(methods):
         stalls = sorted(max(s, 1e-4) * 1e3 for x in method["samples"] for s in x["stalls"])
@@ -28,12 +31,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
             drawstyle="steps-post",
             linewidth=2,
             color=_COLOURS[at % len(_COLOURS)],
-            label=f"{method['name']} (p50 {method['stall_s']['p50'] * 1e3:.1f} ms)",
+            label=f"{method['label']} (p50 {method['stall_s']['p50'] * 1e3:.1f} ms)",
         )
-    if result["ceiling"]["broadcast"]:
-        ceiling = result["ceiling"]["broadcast"]["p50_s"] * 1e3
-        what = "device copy" if result["backend"] == "ipc" else "raw broadcast"
-        left.axvline(ceiling, color="#c44e52", linestyle="--", label=f"{what} {ceiling:.1f} ms")
+    for (name, top), style in zip(result["ceiling"].items(), ("--", ":", "-."), strict=False):
+        if top is not None:
+            at_ms = top["p50_s"] * 1e3
+            label = f"ceiling: {name.replace('_', ' ')} {at_ms:.1f} ms"
+            left.axvline(at_ms, color="#c44e52", linestyle=style, label=label)
     left.set_xscale("log")
     left.set_xlabel("stall of a request, ms")
     left.set_ylabel("share of requests")
@@ -41,14 +45,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
     left.grid(True, which="major", alpha=0.3)
     left.legend(loc="upper left", fontsize=8)
 
-    names = [m["name"] for m in methods]
+    names = [m["label"] for m in methods]
     base = [0.0] * len(methods)
     for phase, colour in zip(PHASES, _COLOURS, strict=True):
         values = [(m["phases"][phase]["p50"] or 0.0) * 1e3 for m in methods]
         right.barh(names, values, left=base, color=colour, label=phase.replace("_", " "))
         base = [b + v for b, v in zip(base, values, strict=True)]
     # Linear, so that lengths compare; a bar that sleeps for seconds is cut and says so.
-    shown = min(base) * 3
+    shown = min(base) * 8
     right.set_xlim(0, min(max(base), shown) * 1.02)
     for row, total in enumerate(base):
         if total > shown:
@@ -58,8 +62,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     right.set_xlabel("time of a swap by phase, p50, ms")
     right.legend(loc="lower right", fontsize=8)
     figure.suptitle(
-        f"{result['model']}, {result['bytes'] / 1e6:.1f} MB over {result['backend']}, "
-        f"{result['requests']} requests on {result['hardware']}",
+        f"{result['model']}, {result['bytes'] / 1e6:.1f} MB, KV {result['kv_policy']}, "
+        f"{' and '.join(map(str, loads))} requests on {result['hardware']}",
         fontsize=9,
     )
     figure.savefig(path, dpi=130)

@@ -2,9 +2,9 @@
 
     python benchmarks/sync_latency.py --swaps 50 --json out.json
 
-A real engine decodes all the time; its weights are swapped again and again by this project's
-cycle and by the naive way, side by side in one run. The ceiling of the same bytes over the same
-backend is measured in that run too. Durations on a busy CPU are noisy; their ratios are not.
+A real engine decodes all the time; its weights are swapped again and again over one backend after
+the other, and by the naive way of published examples, all in one run. The ceiling of the same bytes
+is measured in that run too. Durations on a busy CPU are noisy; their ratios are not.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ceiling
 import naive
 import plot
+import table
+from load import Load, tokens_per_s
 
 from actors import assembly
 from actors.adapters import RayEngine
+from actors.hardware import choose_backend, split_backend
 from orchestrator.config import Settings
 from orchestrator.context import operation
 from orchestrator.cycle import SwapCycle, stall_stats
@@ -37,67 +40,42 @@ from orchestrator.machine import Guard, SwapMachine, Trigger
 from orchestrator.options import SwapOptions, ValidationOptions
 from orchestrator.protocols import Trainer
 from orchestrator.sources import load
-from orchestrator.tasks import settle
 from orchestrator.types import (
-    GenerationRequest,
     KVPolicy,
     PauseMode,
     PhaseSeconds,
     PolicyVersion,
-    Prompt,
+    TransferBackend,
     WeightUpdate,
+    route,
 )
 from orchestrator.validation import Validator
 
-SCHEMA = 1
-
-
-class Load:
-    """Keeps ``count`` requests decoding: one that ends is replaced at once."""
-
-    def __init__(self, fleet: Fleet, prompts: Sequence[Prompt], count: int, tokens: int) -> None:
-        self._fleet, self._prompts, self._tokens = fleet, prompts, tokens
-        self._tasks = [asyncio.create_task(self._lane(i)) for i in range(count)]
-        self.written = 0
-        """Tokens of ended requests."""
-
-    async def _lane(self, lane: int) -> None:
-        turn = 0
-        while True:
-            request = GenerationRequest(
-                f"load-{lane}-{turn}",
-                self._prompts[lane % len(self._prompts)],
-                # Staggered ends: a fleet whose requests all end together is not under load.
-                max_tokens=self._tokens + 7 * (lane % 5),
-                temperature=1.0,
-                seed=1000 * lane + turn,
-                ignore_eos=True,
-            )
-            done = await self._fleet.generate(request)
-            self.written += len(done.token_ids)
-            turn += 1
-
-    def check(self) -> None:
-        """Raise what a lane failed with."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
-
-    async def stop(self) -> None:
-        await settle(self._tasks)
+SCHEMA = 2
+DECODE_TOKENS = {"cpu": 192, "gpu": 768}
+"""Longest request of the load: a second or more of decoding."""
 
 
 @dataclass(slots=True)
 class Method:
-    """One way to swap, and what it took each time."""
+    """One way to swap under one load, and what it took each time."""
 
     name: str
     note: str
+    backend: str
+    requests: int
     samples: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, seconds: PhaseSeconds, stalls: Sequence[float], in_flight: int) -> None:
+    def add(
+        self, seconds: PhaseSeconds, stalls: Sequence[float], in_flight: int, digest_s: float | None
+    ) -> None:
         self.samples.append(
-            {"seconds": asdict(seconds), "stalls": list(stalls), "requests_in_flight": in_flight}
+            {
+                "seconds": asdict(seconds),
+                "stalls": list(stalls),
+                "requests_in_flight": in_flight,
+                "digest_s": digest_s,
+            }
         )
 
     def result(self, nbytes: int) -> dict[str, Any]:
@@ -106,47 +84,71 @@ class Method:
             phase: asdict(
                 stall_stats([v for s in self.samples if (v := s["seconds"][phase]) is not None])
             )
-            for phase in plot.PHASES
+            for phase in (*plot.PHASES, "prefetch")
         }
         usable = phases["transfer"]["p50"]
+        digests = [v for s in self.samples if (v := s["digest_s"]) is not None]
         return {
             "name": self.name,
             "note": self.note,
+            "backend": self.backend,
+            "requests": self.requests,
             "swaps": len(self.samples),
             "stall_s": asdict(stall_stats([v for s in self.samples for v in s["stalls"]])),
             "phases": phases,
+            "digest_s": asdict(stall_stats(digests)),
             "gb_per_s_until_usable": nbytes / usable / 1e9 if usable else None,
             "samples": self.samples,
         }
 
 
 class Bench:
-    """Real parts under load, and the methods that swap them."""
+    """Real parts under load, and the ways to swap them."""
 
     def __init__(self, fleet: Fleet, trainer: Trainer, options: argparse.Namespace) -> None:
         self.fleet, self.trainer, self.options = fleet, trainer, options
-        self._firsts: list[float] = []
         self.nbytes = 0
         self.digests_matched = 0
+        self.applied_by: dict[str, str] = {}
+        """How the engine said that it applies the updates of each backend."""
         self._machine = SwapMachine()
-        self._swap = SwapOptions(
-            backend=options.prepared.backend,
-            pause_mode=PauseMode.KEEP,
-            kv_policy=KVPolicy(options.kv),
-        )
-        validator = Validator(ValidationOptions(canary=False, fresh=False), fleet)
-        self._cycle = SwapCycle(self._machine, fleet, trainer, validator, self._swap)
+        self._validator = Validator(ValidationOptions(canary=False, fresh=False), fleet)
+        self._swap = SwapOptions()
+        self._cycle: SwapCycle | None = None
 
     async def up(self) -> None:
-        """Start everything and prove the channel."""
+        """Start everything."""
         await asyncio.gather(self.fleet.start(), self.trainer.start())
-        spec = await self.fleet.open_channel(
-            self.trainer, self._swap.backend, self._swap.timeouts.syncing
-        )
-        self.nbytes = spec.nbytes
         self._machine.fire(Trigger.START, Guard.CHANNEL_PROVED)
 
-    async def _update(self) -> tuple[WeightUpdate, dict[str, str]]:
+    async def use(self, backend: TransferBackend, staged: bool) -> None:
+        """Swap over this backend from now on; its channel is proved."""
+        self._swap = SwapOptions(
+            backend=backend,
+            staged=staged,
+            pause_mode=PauseMode.KEEP,
+            kv_policy=KVPolicy(self.options.kv),
+        )
+        await self.fleet.close_channel(self.trainer)
+        spec = await self.fleet.open_channel(
+            self.trainer, backend, self._swap.timeouts.syncing, staged=staged
+        )
+        self.nbytes = spec.nbytes
+        self._cycle = SwapCycle(
+            self._machine, self.fleet, self.trainer, self._validator, self._swap
+        )
+
+    def heard(self, actor: str, record: dict[str, Any]) -> None:
+        """Record of an actor."""
+        if record.get("event") == "updates are applied by":
+            self.applied_by[route(self._swap.backend, self._swap.staged)] = "; ".join(
+                record["workers"]
+            )
+        elif record.get("level") in ("warning", "error"):
+            say(f"{actor}: {record.get('event')} {record.get('message', '')}")
+
+    async def update(self) -> tuple[WeightUpdate, dict[str, str]]:
+        """The next version, staged at the trainer."""
         version = PolicyVersion(self.fleet.version + 1)
         update = WeightUpdate(
             sync_id=f"s{version}",
@@ -156,24 +158,36 @@ class Bench:
             backend=self._swap.backend,
             pause_mode=self._swap.pause_mode,
             kv_policy=self._swap.kv_policy,
+            staged=self._swap.staged,
         )
         return update, dict(await self.trainer.stage(version))
 
-    async def ours(self, method: Method | None) -> None:
+    async def ours(self, method: Method | None = None) -> None:
         """One swap by this project's cycle, digests checked."""
-        update, sent = await self._update()
+        assert self._cycle is not None
+        update, sent = await self.update()
         with operation(sync_id=update.sync_id, version=update.version):
-            report = await self._cycle.run(update, sent, self.nbytes)
+            before = await self._cycle.prefetch(update)
+            report = await self._cycle.run(update, sent, self.nbytes, prefetch_s=before)
         self.digests_matched += 1
         if method is not None:
-            method.add(report.seconds, report.stalls, report.requests_in_flight)
+            method.add(report.seconds, report.stalls, report.requests_in_flight, report.validate_s)
 
-    async def theirs(self, method: Method, sleep_s: float) -> None:
-        """One swap the naive way."""
-        update, _ = await self._update()
+    async def theirs(self, method: Method | None, sleep_s: float) -> None:
+        """One swap the naive way; no digest is asked for."""
+        update, _ = await self.update()
         with operation(sync_id=update.sync_id, version=update.version):
             done = await naive.naive_swap(self.fleet, self.trainer, update, sleep_s)
-        method.add(done.seconds, done.stalls, sum(a.requests_in_flight for a in done.acks))
+        if method is not None:
+            in_flight = sum(a.requests_in_flight for a in done.acks)
+            method.add(done.seconds, done.stalls, in_flight, None)
+
+    async def bring(self) -> None:
+        """Bring bytes to the engine while it decodes, and commit nothing."""
+        assert self._cycle is not None
+        update, _ = await self.update()
+        with operation(sync_id=update.sync_id, version=update.version):
+            await self._cycle.prefetch(update)
 
 
 class BenchmarkEngine(RayEngine):
@@ -189,17 +203,25 @@ class BenchmarkEngine(RayEngine):
 @contextlib.asynccontextmanager
 async def real_parts(options: argparse.Namespace, run_dir: Path) -> AsyncIterator[Bench]:
     """Engines and trainer as a run would have them, started; all of it gone after the block."""
+    heard: list[Bench] = []
 
-    def quiet(actor: str, record: dict[str, Any]) -> None:
-        if record.get("level") in ("warning", "error"):
-            print(f"{actor}: {record.get('event')} {record.get('message', '')}", file=sys.stderr)
+    def on_event(actor: str, record: dict[str, Any]) -> None:
+        for bench in heard:
+            bench.heard(actor, record)
 
     async with assembly.connected(None, run_dir):
         parts = assembly.make_parts(
-            options.settings, options.prepared, run_dir, quiet, BenchmarkEngine
+            options.settings,
+            options.prepared,
+            run_dir,
+            on_event,
+            BenchmarkEngine,
+            # Exactness costs speed, and is not what is measured here.
+            batch_invariant=False,
         )
         fleet = Fleet(parts.engines)
         bench = Bench(fleet, parts.trainer, options)
+        heard.append(bench)
         options.parts = parts
         try:
             await bench.up()
@@ -210,115 +232,181 @@ async def real_parts(options: argparse.Namespace, run_dir: Path) -> AsyncIterato
 
 async def measure(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     """Everything, in one run."""
-    ours = Method("midflight", "this project's cycle, digests checked")
-    seed = Method("naive", f"public pause, {naive.SLEEP_S:g} s sleep, one call a step")
-    awake = Method("naive, no sleep", "the same without its sleep after pausing")
+    methods: list[Method] = []
+    speeds: list[dict[str, Any]] = []
+    checked = options.prepared.checked
+    tokens = min(DECODE_TOKENS["gpu" if checked.gpus else "cpu"], checked.max_model_len // 2)
     async with real_parts(options, run_dir) as bench:
-        tokens = min(192, options.prepared.checked.max_model_len // 2)
-        work = Load(bench.fleet, options.prepared.checked.prompts, options.requests, tokens)
-        try:
-            say(f"decoding {options.requests} requests; warming up")
-            for _ in range(options.warmup):
-                await asyncio.sleep(options.interval)
-                await bench.ours(None)
-            every = max(1, options.swaps // max(1, options.naive_swaps))
-            for turn in range(options.swaps):
-                await asyncio.sleep(options.interval)
-                work.check()
-                await bench.ours(ours)
-                if turn % every == 0 and len(seed.samples) < options.naive_swaps:
-                    await asyncio.sleep(options.interval)
-                    await bench.theirs(awake, 0.0)
-                    await asyncio.sleep(options.interval)
-                    await bench.theirs(seed, naive.SLEEP_S)
-                    say(f"{turn + 1} of {options.swaps} swaps")
-        finally:
-            await work.stop()
+        engines = [replica.engine for replica in bench.fleet.serving]
+
+        def decoding(requests: int) -> Load:
+            return Load(engines, checked.prompts, requests, tokens)
+
+        for backend, staged in options.routes:
+            name = route(backend, staged)
+            await bench.use(backend, staged)
+            for requests in options.requests:
+                say(f"{name}: decoding {requests} requests")
+                first = not methods
+                work = decoding(requests)
+                try:
+                    methods += await swaps(bench, work, name, backend, requests, naive_too=first)
+                finally:
+                    await work.stop()
+            if options.window > 0 and not backend.native:
+                say(f"{name}: throughput")
+                for requests in options.requests:
+                    speeds.append(await speed(bench, decoding, name, staged, requests))
         nbytes, matched, parts = bench.nbytes, bench.digests_matched, options.parts
+        applied_by = bench.applied_by
     say("measuring the ceiling")
-    backend = options.prepared.backend.value
-    on_gpu = backend != "gloo"
-    copy = ceiling.memory_copy(nbytes, "cuda" if on_gpu else "cpu")
-    raw: list[float] | None = copy
-    if backend != "ipc":
-        try:
-            raw = await asyncio.to_thread(ceiling.raw_broadcast, backend, nbytes)
-        except (RuntimeError, queue.Empty) as error:
-            say(f"no ceiling: {error}")  # null in the result, never a made-up zero
-            raw = None
-    ceilings = {
-        "broadcast": ceiling.summary(raw, nbytes) if raw else None,
-        "memory_copy": ceiling.summary(copy, nbytes),
-    }
-    methods = [m.result(nbytes) for m in (ours, seed, awake)]
+    results = [m.result(nbytes) for m in methods]
+    ceilings = measure_ceilings(nbytes, [backend for backend, _ in options.routes])
     return {
         "schema_version": SCHEMA,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "hardware": parts.hardware,
         "packages": dict(parts.packages),
         "model": options.settings.model,
-        "backend": backend,
         "kv_policy": options.kv,
+        "cuda_graphs": bool(checked.gpus),
         "bytes": nbytes,
-        "requests": options.requests,
         "digests_matched": matched,
-        "methods": methods,
+        "applied_by": applied_by,
+        "methods": results,
+        "throughput": speeds,
         "ceiling": ceilings,
-        "ratio": {
-            "stall_p50_naive_to_ours": ratio(methods[1], methods[0]),
-            "stall_p50_naive_no_sleep_to_ours": ratio(methods[2], methods[0]),
-            "transfer_p50_to_ceiling": (
-                methods[0]["phases"]["transfer"]["p50"] / ceilings["broadcast"]["p50_s"]
-                if ceilings["broadcast"]
-                else None
-            ),
+        "ratio": ratios(results, ceilings),
+    }
+
+
+async def swaps(
+    bench: Bench,
+    work: Load,
+    name: str,
+    backend: TransferBackend,
+    requests: int,
+    naive_too: bool,
+) -> list[Method]:
+    """Swap again and again under ``work``."""
+    options = bench.options
+    pause_s = options.interval
+    if backend.native:
+        own = Method(name, "vLLM's own transfer and public pause", name, requests)
+
+        async def once(method: Method | None) -> None:
+            await bench.theirs(method, 0.0)
+
+        count = options.naive_swaps
+    else:
+        own = Method(name, "this project's cycle, digests checked", name, requests)
+        once = bench.ours
+        count = options.swaps
+    seed = Method(
+        "naive", f"public pause, {naive.SLEEP_S:g} s sleep, one call a step", name, requests
+    )
+    awake = Method("naive, no sleep", "the same without its sleep after pausing", name, requests)
+    for _ in range(options.warmup):
+        await asyncio.sleep(pause_s)
+        await once(None)
+    every = max(1, count // max(1, options.naive_swaps))
+    for turn in range(count):
+        await asyncio.sleep(pause_s)
+        work.check()
+        await once(own)
+        if naive_too and turn % every == 0 and len(seed.samples) < options.naive_swaps:
+            await asyncio.sleep(pause_s)
+            await bench.theirs(awake, 0.0)
+            await asyncio.sleep(pause_s)
+            await bench.theirs(seed, naive.SLEEP_S)
+            say(f"{turn + 1} of {count} swaps")
+    return [m for m in (own, awake, seed) if m.samples]
+
+
+async def speed(
+    bench: Bench, decoding: Any, name: str, staged: bool, requests: int
+) -> dict[str, Any]:
+    """Tokens a second without swaps, with one a second and, staged, while bytes always arrive."""
+    seconds = bench.options.window
+
+    async def nothing() -> None:
+        await asyncio.sleep(1.0)
+
+    async def swap() -> None:
+        began = time.perf_counter()
+        await bench.ours()
+        await asyncio.sleep(max(0.0, 1.0 - (time.perf_counter() - began)))
+
+    async def window(meanwhile: Any) -> float:
+        return await tokens_per_s(lambda: decoding(requests), seconds, meanwhile)
+
+    await window(nothing)  # warm
+    before = await window(nothing)
+    swapping = await window(swap)
+    staging = await window(bench.bring) if staged else None
+    after = await window(nothing)
+    without = (before + after) / 2
+    return {
+        "backend": name,
+        "requests": requests,
+        "window_s": seconds,
+        "tokens_per_s": {
+            "without": without,
+            "one_swap_a_second": swapping,
+            "always_staging": staging,
+        },
+        "share": {
+            "one_swap_a_second": swapping / without,
+            "always_staging": None if staging is None else staging / without,
         },
     }
 
 
-def ratio(slow: dict[str, Any], fast: dict[str, Any]) -> float | None:
-    """How many times longer; None where one was not measured."""
-    a, b = slow["stall_s"]["p50"], fast["stall_s"]["p50"]
-    return a / b if a and b and b > 0 else None
-
-
-def show(result: dict[str, Any]) -> None:
-    """The console's table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{result['model']}: {result['bytes'] / 1e6:.1f} MB over "
-                        f"{result['backend']}, {result['requests']} requests (ms)")  # fmt: skip
-    for column in ("method", "swaps", "stall p50", "p95", "max", *plot.PHASES, "GB/s usable"):
-        side: Literal["left", "right"] = "left" if column == "method" else "right"
-        table.add_column(column.replace("_", " "), justify=side, no_wrap=True)
-    for method in result["methods"]:
-        stall = method["stall_s"]
-        speed = method["gb_per_s_until_usable"]
-        table.add_row(
-            method["name"],
-            str(method["swaps"]),
-            *(ms(stall[k]) for k in ("p50", "p95", "max")),
-            *(ms(method["phases"][p]["p50"]) for p in plot.PHASES),
-            "-" if speed is None else f"{speed:.3f}",
+def measure_ceilings(nbytes: int, backends: Sequence[TransferBackend]) -> dict[str, Any]:
+    """What the hardware can do at best with as many bytes; None where it was not measured."""
+    on_gpu = any(backend is not TransferBackend.GLOO for backend in backends)
+    found: dict[str, Any] = {
+        "memory_copy": ceiling.summary(
+            ceiling.memory_copy(nbytes, "cuda" if on_gpu else "cpu"), nbytes
         )
-    # A pipe has no width: never squeeze the numbers there.
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
-    copy = result["ceiling"]["memory_copy"]
-    raw = result["ceiling"]["broadcast"] or copy
-    console.print(
-        f"ceiling: raw {'copy' if result['backend'] == 'ipc' else 'broadcast'} "
-        f"{ms(raw['p50_s'])} ms ({raw['gb_per_s']:.2f} GB/s), "
-        f"memory copy {ms(copy['p50_s'])} ms ({copy['gb_per_s']:.2f} GB/s)"
-    )
-    for name, value in result["ratio"].items():
-        console.print(f"{name.replace('_', ' ')}: " + ("-" if value is None else f"{value:.1f}"))
-    console.print(f"hardware: {result['hardware']}")
+    }
+    links = {
+        link
+        for backend in backends
+        if (link := backend.value.removeprefix("native-")) in ("gloo", "nccl")
+    }
+    for link in sorted(links):
+        try:
+            raw = ceiling.raw_broadcast(link, nbytes)
+        except (RuntimeError, queue.Empty) as error:
+            say(f"no ceiling of {link}: {error}")  # null in the result, never a made-up zero
+            found[f"{link}_broadcast"] = None
+        else:
+            found[f"{link}_broadcast"] = ceiling.summary(raw, nbytes)
+    return found
 
 
-def ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+def ratios(methods: Sequence[dict[str, Any]], ceilings: dict[str, Any]) -> dict[str, float]:
+    """Stall of every other way to our first one, and transfer to its ceiling, side by side."""
+    found: dict[str, float] = {}
+    ours = [m for m in methods if m["note"].startswith("this project")]
+    for method in methods:
+        for own in ours:
+            if method is own or method["requests"] != own["requests"]:
+                continue
+            slow, fast = method["stall_s"]["p50"], own["stall_s"]["p50"]
+            if method not in ours and slow and fast:
+                key = f"stall p50, {method['name']} to {own['name']}, {own['requests']} requests"
+                found[key] = slow / fast
+    for own in ours:
+        link = own["backend"].removeprefix("staged-")
+        local = own["backend"] != link or link == "ipc"
+        top = ceilings["memory_copy" if local else f"{link}_broadcast"]
+        usable = own["phases"]["transfer"]["p50"]
+        if top and usable:
+            key = f"ceiling's share of the transfer, {own['name']}, {own['requests']} requests"
+            found[key] = top["p50_s"] / usable
+    return found
 
 
 def say(line: str) -> None:
@@ -328,18 +416,23 @@ def say(line: str) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--swaps", type=int, default=50, help="swaps by our cycle (default 50)")
-    parser.add_argument("--naive-swaps", type=int, default=5, help="naive swaps of each kind")
+    parser.add_argument("--naive-swaps", type=int, default=5, help="naive and native swaps each")
     parser.add_argument("--warmup", type=int, default=3, help="swaps that do not count")
-    parser.add_argument("--requests", type=int, default=13, help="requests decoding all the time")
+    parser.add_argument("--requests", default="13", help="requests decoding, e.g. 13 or 13,64")
     parser.add_argument("--interval", type=float, default=0.3, help="seconds between swaps")
+    parser.add_argument("--window", type=float, default=0.0, help="seconds of a throughput window")
     parser.add_argument("--model", default="tiny", help="as of python -m orchestrator")
-    parser.add_argument("--backend", default="auto", help="auto, gloo, nccl or ipc")
+    parser.add_argument("--backends", default="auto", help="e.g. ipc,staged-ipc,native-ipc")
     parser.add_argument("--kv", default="recompute", choices=[k.value for k in KVPolicy])
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--plot", type=Path, help="write a PNG here (default: beside --json)")
     options = parser.parse_args(argv)
-    if options.swaps < 1 or options.requests < 1:
-        parser.error("--swaps and --requests must be at least 1")
+    try:
+        options.requests = [int(part) for part in options.requests.split(",")]
+    except ValueError:
+        parser.error("--requests takes numbers, e.g. 13 or 13,64")
+    if options.swaps < 1 or min(options.requests) < 1 or options.warmup < 1:
+        parser.error("--swaps, --requests and --warmup must be at least 1")
     for target in (options.json, options.plot):
         if target is not None:
             try:  # now, not after minutes of measuring
@@ -350,20 +443,40 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def routes(asked: str, gpus: int) -> list[tuple[TransferBackend, bool]]:
+    """Backends to compare, by name (ConfigError for one that cannot run here)."""
+    names = asked.split(",")
+    if asked == "auto":
+        link = choose_backend(None, gpus).value
+        names = [link, f"staged-{link}", *([f"native-{link}"] if gpus else [])]
+    found = []
+    for name in names:
+        link_name, staged = split_backend(name)
+        found.append((choose_backend(link_name, gpus), staged))
+    return found
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Resolve what was asked for, before anything starts (ConfigError)."""
+    settings: Settings = load(
+        {
+            "model": options.model,
+            "backend": options.backends.split(",")[0],
+            "kv": options.kv,
+            "max_in_flight": max(options.requests),
+        },
+        None,
+    )
+    options.settings, options.prepared = settings, assembly.preflight(settings)
+    prepared = options.prepared
+    options.routes = routes(options.backends, prepared.checked.gpus)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write. Exit code 1 with one line if something fails."""
     options = parse(argv)
     try:
-        options.settings: Settings = load(  # type: ignore[misc]
-            {
-                "model": options.model,
-                "backend": options.backend,
-                "kv": options.kv,
-                "max_in_flight": options.requests,
-            },
-            None,
-        )
-        options.prepared = assembly.preflight(options.settings)
+        prepare(options)
         with (
             tempfile.TemporaryDirectory(prefix="midflight-bench-") as folder,
             operation(run_id="bench"),
@@ -375,7 +488,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sync_latency: interrupted, nothing written", file=sys.stderr)
         return EXIT_INTERRUPTED
-    show(result)
+    table.show(result)
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     picture = options.plot or (options.json.with_suffix(".png") if options.json else None)

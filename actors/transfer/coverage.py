@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,8 +11,18 @@ Writes = Sequence[tuple[str, torch.Tensor]]
 """What wrote, and the view it wrote to."""
 
 
-def uncovered(model: torch.nn.Module, writes: Writes) -> str | None:
-    """What ``writes`` leave out or write twice, in words; None if nothing.
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What the writes leave out or write twice, in words; empty where nothing."""
+
+    nothing: str
+    """Parameters that get nothing at all."""
+    wrong: str
+    """Parameters that get only a part, or a part twice."""
+
+
+def coverage_of(model: torch.nn.Module, writes: Writes) -> Coverage:
+    """How ``writes`` cover ``model``.
 
     Tied parameters count once. Of buffers only those are asked for that are written at all.
     """
@@ -38,9 +49,8 @@ def uncovered(model: torch.nn.Module, writes: Writes) -> str | None:
         if doubled:
             writers = dict.fromkeys(by for by, _ in into)
             wrong.append(f"{name} gets {doubled} elements twice, from {_some(writers)}")
-    if nothing:
-        wrong.insert(0, f"{len(nothing)} parameters get nothing: {_some(nothing)}")
-    return "; ".join(wrong) or None
+    words = f"{len(nothing)} parameters get nothing: {_some(nothing)}" if nothing else ""
+    return Coverage(words, "; ".join(wrong))
 
 
 def _count(tensor: torch.Tensor, views: list[torch.Tensor]) -> tuple[int, int]:

@@ -20,12 +20,12 @@ import torch
 from orchestrator.errors import TransferError
 from orchestrator.types import TensorSpec
 
-from .coverage import uncovered
+from .coverage import coverage_of
 from .layout import dtype_name, dtype_of
-from .recorder import Copy, NoPlan, Recorder, unchanged
+from .recorder import Copy, NoPlan, Recorder, Unfit, unchanged
 from .region import Region
 
-__all__ = ["Bound", "Copy", "LoadPlan", "NoPlan", "Region"]
+__all__ = ["Bound", "Copy", "LoadPlan", "NoPlan", "Region", "Unfit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,17 @@ class LoadPlan:
     def record(cls, model: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadPlan:
         """Record what ``model.load_weights`` does with tensors of ``specs``.
 
-        NoPlan, saying why, if that is not a set of copies that fills every parameter once.
+        NoPlan, saying why, if that is not a set of copies that fills every parameter once; Unfit
+        if names or shapes are missing, unexpected or not the model's.
         """
         recorder = Recorder(model, specs)
         with unchanged(model):
             recorder.run()
-        problem = uncovered(model, recorder.writes)
-        if problem is not None:
-            raise NoPlan(problem)
+        covered = coverage_of(model, recorder.writes)
+        if covered.nothing:
+            raise Unfit("; ".join(filter(None, (covered.nothing, covered.wrong))))
+        if covered.wrong:
+            raise NoPlan(covered.wrong)
         copies = tuple(recorder.copies)
         used = {copy.name for copy in copies}
         return cls(

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from actors import vllm_compat
-from orchestrator.errors import TransferError
+from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import TensorSpec
 
 from .digest import Part, parts_of
 from .layout import Layout
-from .plan import LoadPlan, NoPlan
+from .plan import LoadPlan, NoPlan, Unfit
 
 
 class Planned:
@@ -43,7 +43,10 @@ class Planned:
         return f"load plan of {len(self._plan.copies)} copies, {state}"
 
     def record(self, layout: Layout) -> None:
-        """Make a plan for ``layout``, unless there is one for it already."""
+        """Make a plan for ``layout``, unless there is one for it already.
+
+        ChannelError if the tensors do not fit the model: no way to load them would work.
+        """
         specs = tuple(slot.spec for slot in layout.slots)
         if self._plan is not None and specs == self._specs and self._plan.fits(self._model):
             return
@@ -55,6 +58,11 @@ class Planned:
             return
         try:
             plan = LoadPlan.record(self._model, specs)
+        except Unfit as error:
+            raise ChannelError(
+                f"the trainer's tensors do not fit the engine's model: {error}. Both sides need "
+                "one architecture, and names as in the checkpoint"
+            ) from error
         except NoPlan as error:
             self._reason = str(error)
             return

@@ -31,6 +31,10 @@ class NoPlan(Exception):
         super().__init__(line if len(line) <= limit else line[: limit - 3] + "...")
 
 
+class Unfit(NoPlan):
+    """No loader could load these tensors: names or shapes are not the model's."""
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Elements ``source`` of checkpoint tensor ``name`` go to ``target``, which may cast them."""
@@ -92,10 +96,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._model.load_weights(self._feed())  # type: ignore[operator]
         except NoPlan:
             raise
+        except (KeyError, AssertionError, ValueError) as error:
+            # What vLLM's loaders say of a name or a shape that they do not know.
+            raise Unfit(self._raised(error)) from error
         except Exception as error:
-            raise NoPlan(
-                f"{self._current}: load_weights raised {type(error).__name__}: {error}"
-            ) from error
+            raise NoPlan(self._raised(error)) from error
+
+    def _raised(self, error: Exception) -> str:
+        return f"{self._current}: load_weights raised {type(error).__name__}: {error}"
 
     def _feed(self) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in self._specs:

@@ -32,22 +32,32 @@ def test_an_embedding_trainer_owns_the_loop() -> None:
     assert out.count("digest match") == 2
 
 
-def test_the_benchmark_measures_both_ways_and_the_ceiling(tmp_path: Path) -> None:
+def test_the_benchmark_measures_backends_side_by_side_and_the_ceiling(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     out = run(
-        "benchmarks/sync_latency.py", "--swaps", "3", "--naive-swaps", "1", "--json", str(target)
+        "benchmarks/sync_latency.py",
+        *("--backends", "gloo,staged-gloo", "--swaps", "3", "--naive-swaps", "1", "--warmup", "1"),
+        *("--window", "4", "--json", str(target)),
     )
-    assert "ceiling: raw broadcast" in out
+    assert "ceiling, gloo broadcast" in out
+    assert "gloo is applied by layerwise reload" in out
     result = json.loads(target.read_text())
-    ours, naive, awake = result["methods"]
-    assert [m["swaps"] for m in (ours, naive, awake)] == [3, 1, 1]
-    assert result["digests_matched"] >= 3
-    for method in (ours, naive, awake):
+    names = ["gloo", "naive, no sleep", "naive", "staged-gloo"]
+    assert [m["name"] for m in result["methods"]] == names
+    assert [m["swaps"] for m in result["methods"]] == [3, 1, 1, 3]
+    ours, awake, naive, staged = result["methods"]
+    assert result["digests_matched"] >= 2 * (3 + 1)
+    for method in result["methods"]:
         assert method["stall_s"]["count"] == sum(len(s["stalls"]) for s in method["samples"]) > 0
     # The naive way sleeps: no noise of this machine makes that shorter.
     assert naive["phases"]["quiesce"]["p50"] >= 5.02
     assert awake["phases"]["quiesce"]["p50"] >= 0.02
+    assert ours["phases"]["prefetch"]["p50"] == 0 < staged["phases"]["prefetch"]["p50"]
     ratio = naive["stall_s"]["p50"] / ours["stall_s"]["p50"]
-    assert result["ratio"]["stall_p50_naive_to_ours"] == pytest.approx(ratio)
-    assert result["ceiling"]["broadcast"]["p50_s"] > 0
+    key = "stall p50, naive to gloo, 13 requests"
+    assert result["ratio"][key] == pytest.approx(ratio)
+    assert result["ceiling"]["gloo_broadcast"]["p50_s"] > 0
+    speeds = {row["backend"]: row["tokens_per_s"] for row in result["throughput"]}
+    assert speeds["gloo"]["always_staging"] is None
+    assert min(speeds["staged-gloo"].values()) > 0
     assert target.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 
 from actors.adapters import RayEngine
 from actors.engine_settings import EngineSettings
@@ -144,6 +145,38 @@ async def test_what_was_not_fetched_costs_no_pause(rig: StagedRig) -> None:
         assert (await rig.generate(request)).token_ids == rig.greedy(
             "b", request.prompt.token_ids, 8
         )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("missing", "1 parameters get nothing: model.norm.weight"),
+        ("unexpected", "model.extra.weight"),
+        ("misshaped", "model.layers.0.mlp.down_proj.weight"),
+    ],
+)
+async def test_names_and_shapes_that_do_not_fit_are_refused_before_any_swap(
+    rig: StagedRig, wrong: str, words: str
+) -> None:
+    tensors = dict(state(rig.models["a"]))
+    if wrong == "missing":
+        del tensors["model.norm.weight"]
+    elif wrong == "unexpected":
+        tensors["model.extra.weight"] = torch.zeros(3)
+    else:
+        tensors[words] = tensors[words][:, :-4].contiguous()
+    honest, rig.sender = rig.sender, LocalSender({"a": tensors})
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(ChannelError, match=words):
+                await rig.open()
+    finally:
+        await rig.sender.aclose()
+        rig.sender = honest
+    async with asyncio.timeout(DEADLINE_S):
+        await rig.open()
+        swapped = await rig.swap("b")
+        assert await rig.engine.digests(swapped.update) == swapped.sent
 
 
 async def test_a_fetch_that_is_called_off_costs_the_requests_nothing(rig: StagedRig) -> None:

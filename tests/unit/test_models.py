@@ -163,3 +163,26 @@ def test_the_maker_reports_a_bad_call_and_its_last_line(
 def test_the_default_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", "/somewhere")
     assert models.default_cache_dir() == Path("/somewhere/midflight")
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (64, 96), (32, 32)])
+def test_our_muon_is_torchs_but_for_the_rounding(shape: tuple[int, int]) -> None:
+    import torch
+
+    from actors import tiny
+
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(shape, generator=generator)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizers = (
+        tiny._Muon([ours], {"lr": 0.02}),
+        torch.optim.Muon([theirs], lr=0.02, weight_decay=0.0, momentum=0.9, ns_steps=4),
+    )
+    for _ in range(5):
+        gradient = torch.randn(shape, generator=generator)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = (ours - start).abs().max()
+    assert moved > 0.02
+    assert (ours - theirs).abs().max() < 0.02 * moved

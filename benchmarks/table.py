@@ -1,0 +1,70 @@
+"""A sync_latency result on the console."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import plot
+
+
+def show(result: dict[str, Any]) -> None:
+    """Tables of stalls, throughput, ceilings and ratios."""
+    from rich.console import Console
+    from rich.table import Table
+
+    # A pipe has no width: never squeeze the numbers there.
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    table = Table(title=f"{result['model']}: {result['bytes'] / 1e6:.1f} MB, KV "
+                        f"{result['kv_policy']} (ms)")  # fmt: skip
+    columns = ("method", "requests", "swaps", "stall p50", "p95", "max", *plot.PHASES, "prefetch")
+    for column in (*columns, "GB/s usable"):
+        table.add_column(
+            column.replace("_", " "), justify="left" if column == "method" else "right"
+        )
+    for method in result["methods"]:
+        stall, speed = method["stall_s"], method["gb_per_s_until_usable"]
+        table.add_row(
+            method["name"],
+            str(method["requests"]),
+            str(method["swaps"]),
+            *(ms(stall[k]) for k in ("p50", "p95", "max")),
+            *(ms(method["phases"][p]["p50"]) for p in (*plot.PHASES, "prefetch")),
+            "-" if speed is None else f"{speed:.3f}",
+        )
+    console.print(table)
+    if result["throughput"]:
+        console.print(_throughput(result["throughput"]))
+    for name, top in result["ceiling"].items():
+        words = (
+            "not measured" if top is None else f"{ms(top['p50_s'])} ms, {top['gb_per_s']:.2f} GB/s"
+        )
+        console.print(f"ceiling, {name.replace('_', ' ')}: {words}")
+    for name, value in result["ratio"].items():
+        console.print(f"{name}: {value:.2f}")
+    for backend, how in result["applied_by"].items():
+        console.print(f"{backend} is applied by {how}")
+    console.print(f"hardware: {result['hardware']}")
+
+
+def _throughput(rows: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="tokens a second")
+    for column in ("backend", "requests", "without", "a swap a second", "always staging"):
+        table.add_column(column, justify="left" if column == "backend" else "right")
+    for row in rows:
+        speed, share = row["tokens_per_s"], row["share"]
+        cells = [
+            "-" if speed[key] is None else f"{speed[key]:.0f} ({share[key]:.1%})"
+            for key in ("one_swap_a_second", "always_staging")
+        ]
+        table.add_row(row["backend"], str(row["requests"]), f"{speed['without']:.0f}", *cells)
+    return table
+
+
+def ms(seconds: float | None) -> str:
+    """Milliseconds with as many digits as they deserve."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
