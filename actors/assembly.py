@@ -260,10 +260,10 @@ def make_parts(
     logs = run_dir / "logs"
     share = gpu_shares(checked.backend, settings.engines, settings.tensor_parallel_size)
 
-    def engine_settings(name: str, model: str, backend: TransferBackend | None) -> EngineSettings:
+    def engine_settings(name: str, model: str, swaps: bool) -> EngineSettings:
         return EngineSettings(
             model=model,
-            backend=backend,
+            swaps=swaps,
             dtype=checked.dtype,
             max_model_len=checked.max_model_len,
             max_num_seqs=max(16, settings.max_in_flight + 2 * PROBES),
@@ -272,25 +272,24 @@ def make_parts(
             executor=settings.executor,
             cpu=not checked.gpus,
             # The fresh engine comes beside a running one and the trainer, for a few requests.
-            gpu_memory_utilization=settings.gpu_memory_utilization / (1 if backend else 2),
+            gpu_memory_utilization=settings.gpu_memory_utilization / (1 if swaps else 2),
             batch_invariant=batch_invariant and bool(checked.gpus) and not checked.rocm,
             graphs=settings.cuda_graphs,
             extra=attention(checked.gpus, checked.rocm),
             log_path=str(logs / f"{name}.log"),
         )
 
-    def engine(name: str, model: str, backend: TransferBackend | None) -> RayEngine:
-        gpus = share["engine" if backend is not None else "fresh"]
-        made = RayEngine if backend is None else engine_class or RayEngine
+    def engine(name: str, model: str, swaps: bool = True) -> RayEngine:
+        made = (engine_class or RayEngine) if swaps else RayEngine
         return made(
             name,
-            engine_settings(name, model, backend),
+            engine_settings(name, model, swaps),
             on_event=on_event,
-            options={"num_gpus": gpus},
+            options={"num_gpus": share["engine" if swaps else "fresh"]},
         )
 
     async def fresh(checkpoint: str) -> Engine:
-        return engine("fresh", checkpoint, None)
+        return engine("fresh", checkpoint, swaps=False)
 
     trainer = RayTrainer(
         {
@@ -312,7 +311,7 @@ def make_parts(
     )
     names = [f"engine-{i}" for i in range(settings.engines)]
     return Parts(
-        engines=tuple(engine(n, str(checked.engine_path), checked.backend) for n in names),
+        engines=tuple(engine(n, str(checked.engine_path)) for n in names),
         trainer=trainer,
         engine_factory=fresh,
         prompts=checked.prompts,

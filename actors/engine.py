@@ -58,7 +58,7 @@ class EngineActor:
         if settings.log_path is not None:
             redirect_output(settings.log_path)
         self._core = Core(name, settings, self._reporter, self.home.loop)
-        self._weights = Weights(self._core, settings.backend, self._reporter)
+        self._weights = Weights(self._core, settings.swaps, self._reporter)
         self._requests = Requests(self._core, self._weights, self._reporter)
         self._control = asyncio.Lock()
 

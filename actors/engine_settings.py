@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.types import TransferBackend
-
 from .transfer.names import ENGINE_NAME, WORKER_EXTENSION
 
 CPU_BATCHED_TOKENS = 8192
@@ -23,8 +21,8 @@ class EngineSettings:
 
     model: str
     """Path or hub name of the checkpoint that is policy version 0."""
-    backend: TransferBackend | None = TransferBackend.GLOO
-    """How weights will arrive; None for an engine that never swaps (the fresh check)."""
+    swaps: bool = True
+    """Whether weights will arrive, over whichever backend; False for the fresh check's engine."""
     dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -116,7 +114,7 @@ class EngineSettings:
                 found["max_num_batched_tokens"] = max(self.max_model_len, CPU_BATCHED_TOKENS)
         else:
             found["gpu_memory_utilization"] = self.gpu_memory_utilization
-        if self.backend is not None:
+        if self.swaps:
             found["weight_transfer_config"] = {"backend": ENGINE_NAME}
         found.update(self.extra)
         return found

@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Literal
 
-from orchestrator.errors import ChannelError, EngineError, MidflightError, TransferError
+from orchestrator.errors import ChannelError, EngineError, TransferError
 from orchestrator.types import (
     ChannelSpec,
     PolicyVersion,
-    TransferBackend,
     TransferStats,
     WeightUpdate,
 )
@@ -36,13 +35,11 @@ from .transfer.rendezvous import Rendezvous
 class Weights:
     """Weights of one replica. Its caller runs one of the changing calls at a time."""
 
-    def __init__(
-        self, core: Core, backend: TransferBackend | None, reporter: ActorReporter
-    ) -> None:
+    def __init__(self, core: Core, swaps: bool, reporter: ActorReporter) -> None:
         self.version = PolicyVersion(0)
         """Last version that arrived whole."""
         self._core = core
-        self._backend = backend
+        self._swaps = swaps
         self._reporter = reporter
         self._state: Literal["clean", "receiving", "received", "dirty"] = "clean"
         self._why_dirty = ""
@@ -73,11 +70,8 @@ class Weights:
     async def open_channel(self, spec: ChannelSpec, first_rank: int, *, paused: bool) -> None:
         """Join the transfer group with all workers; the known pattern must arrive."""
         llm, name = self._core.running(), self._core.name
-        if spec.backend is not self._backend:
-            raise ChannelError(
-                f"engine {name} was started for "
-                f"{self._backend or 'no swaps'}, the channel is {spec.backend}"
-            )
+        if not self._swaps:
+            raise ChannelError(f"engine {name} was started without swaps: start it with them")
         # vLLM calls a paused engine sleeping too.
         if not paused and await self._core.or_death(llm.is_sleeping()):
             raise ChannelError(f"engine {name} sleeps: wake it up before a swap")
@@ -95,8 +89,10 @@ class Weights:
         try:
             await self._core.or_death(vllm_compat.open_receivers(llm, {"invitation": invitation}))
             await self._tell_how()
-        except MidflightError:
-            self._channel = None
+        except BaseException as error:
+            # Over the store: a rank that waits for another one there answers no RPC.
+            channel, self._channel = self._channel, None
+            await asyncio.to_thread(channel.close, f"engine {name} could not join: {error}")
             raise
         self._reporter.info(
             "channel open", backend=spec.backend.value, rank=first_rank, bytes=spec.nbytes
@@ -180,8 +176,9 @@ class Weights:
             rank: {name: Part.from_wire(part) for name, part in answer["parts"].items()}
             for rank, answer in answers.items()
         }
+        unused = set.intersection(*(set(answer["unused"]) for answer in answers.values()))
         await self._tell_how()
-        return await asyncio.to_thread(whole, self._core.name, shapes, parts)
+        return await asyncio.to_thread(whole, self._core.name, shapes, parts, unused)
 
     async def _ask(self, what: str, method: str, *args: str) -> dict[int, dict[str, Any]]:
         """Have every worker do something on a thread, while it decodes; the answer of each rank.

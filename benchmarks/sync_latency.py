@@ -131,7 +131,7 @@ class Bench:
         )
         await self.fleet.close_channel(self.trainer)
         spec = await self.fleet.open_channel(
-            self.trainer, backend, self._swap.timeouts.syncing, staged=staged
+            self.trainer, backend, self._swap.timeouts.channel, staged=staged
         )
         self.nbytes = spec.nbytes
         self._cycle = SwapCycle(

@@ -128,7 +128,10 @@ class SwapCycle:
         try:
             async with deadline(STAGING, budget, self._fleet.waiting_for):
                 await self._fleet.ensure_channel(
-                    self._sender, update.backend, budget, staged=update.staged
+                    self._sender,
+                    update.backend,
+                    self._options.timeouts.channel,
+                    staged=update.staged,
                 )
                 await self._fleet.prefetch(update, self._sender)
         except Exception as error:

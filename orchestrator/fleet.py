@@ -114,7 +114,8 @@ class Fleet:
     ) -> ChannelSpec:
         """Put the sender and every worker into one group and prove it with a known pattern.
 
-        ``staged``: workers make room for a second copy of the weights as they join.
+        ``staged``: workers make room for a second copy of the weights as they join. If it fails,
+        every side is closed: a worker that waits for another one decodes nothing.
         """
         workers = [r.info.workers for r in self.serving if r.info is not None]
         spec = await sender.listen(backend, 1 + sum(workers), timeout_s)
@@ -124,7 +125,11 @@ class Fleet:
         async def engines() -> None:
             await self._fan_out("open_channel", lambda r: r.engine.open_channel(spec, rank[r.name]))
 
-        await all_or_first_error([engines(), sender.open_channel(spec)])
+        try:
+            await all_or_first_error([engines(), sender.open_channel(spec)])
+        except BaseException:
+            await uninterrupted(self.close_channel(sender))
+            raise
         self._channel_open = True
         return spec
 
@@ -138,7 +143,6 @@ class Fleet:
     ) -> None:
         """Open the channel again if a transfer that failed has closed it."""
         if not self._channel_open:
-            await self.close_channel(sender)  # a side may have stayed in when the last try failed
             await self.open_channel(sender, backend, timeout_s, staged=staged)
 
     async def close_channel(self, sender: WeightSender) -> None:

@@ -240,7 +240,7 @@ class Orchestrator:
         spec = await self._fleet.open_channel(
             self._trainer,
             self._swap.backend,
-            self._swap.timeouts.syncing,
+            self._swap.timeouts.channel,
             staged=self._swap.staged,
         )
         self._nbytes = spec.nbytes

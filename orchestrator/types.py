@@ -51,7 +51,7 @@ class TransferBackend(StrEnum):
 
     @property
     def native(self) -> bool:
-        """vLLM's own path, without a channel that could be proved beforehand."""
+        """How the bytes move and are loaded is vLLM's own; the channel around it is ours."""
         return self in (TransferBackend.NATIVE_NCCL, TransferBackend.NATIVE_IPC)
 
 
@@ -208,6 +208,10 @@ class Rollout:
         return len({span.version for span in self.completion.spans}) > 1
 
 
+UNUSED = "unused"
+"""In place of a digest: the engine's model has no place for the tensor (a tied duplicate)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor on the wire, in the checkpoint's naming."""
@@ -356,6 +360,11 @@ class PhaseTimeouts:
     stopping: float = 8.0
     staging: float = 120.0
     """For bytes that are brought to the engines before the pause (GENERATING goes on)."""
+
+    @property
+    def channel(self) -> float:
+        """What a member of a channel waits for the others: no shorter than who waits for it."""
+        return max(self.syncing, self.staging)
 
     def of(self, state: State) -> float:
         """Budget of ``state``; terminal states have the budget of stopping."""

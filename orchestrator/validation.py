@@ -16,12 +16,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.errors import ConfigError, EngineError
+from orchestrator.errors import ChannelError, ConfigError, EngineError, TransferError
 from orchestrator.fleet import Fleet
 from orchestrator.options import ValidationOptions
 from orchestrator.protocols import Digests, Engine, EngineFactory, Scorer
 from orchestrator.tasks import all_or_first_error, uninterrupted
 from orchestrator.types import (
+    UNUSED,
     CheckResult,
     Completion,
     PolicyVersion,
@@ -39,14 +40,19 @@ FRESH_CLOSE_S = 15.0
 
 
 def compare_digests(sent: Digests, received: Mapping[str, Digests], nbytes: int) -> CheckResult:
-    """Every replica has every tensor that was sent, bit for bit, and no other."""
+    """Every replica has every tensor that was sent, bit for bit, and no other.
+
+    Tensors that its model has no place for are listed, and prove nothing.
+    """
     differing = [
         {"engine": engine, "tensor": name, "sent": sent.get(name), "received": got.get(name)}
         for engine, got in received.items()
         for name in sorted(sent.keys() | got.keys())
-        if sent.get(name) != got.get(name)
+        if sent.get(name) != got.get(name) and not (name in sent and got.get(name) == UNUSED)
     ]
-    ok = bool(sent) and bool(received) and not differing
+    unused = sorted({n for got in received.values() for n, d in got.items() if d == UNUSED})
+    used = bool(received) and all(any(d != UNUSED for d in g.values()) for g in received.values())
+    ok = bool(sent) and used and not differing
     return CheckResult(
         "digest",
         Verdict.MATCH if ok else Verdict.MISMATCH,
@@ -55,6 +61,7 @@ def compare_digests(sent: Digests, received: Mapping[str, Digests], nbytes: int)
             "bytes": nbytes,
             "engines": sorted(received),
             "differing": differing,
+            "unused": unused,
         },
     )
 
@@ -178,7 +185,22 @@ class Validator:
         """See the module."""
         if not self.options.digest:
             return CheckResult("digest", Verdict.SKIPPED)
-        return compare_digests(sent, await self._fleet.digests(update), nbytes)
+        try:
+            received = await self._fleet.digests(update)
+        except ChannelError:
+            raise
+        except TransferError as error:
+            # The replica answered, and what it says of its weights is no proof of them.
+            detail = {
+                "tensors": len(sent),
+                "bytes": nbytes,
+                "engines": [],
+                "differing": [],
+                "unused": [],
+                "reason": str(error),
+            }
+            return CheckResult("digest", Verdict.MISMATCH, detail)
+        return compare_digests(sent, received, nbytes)
 
     async def canary(self) -> CheckResult:
         """See the module."""
@@ -277,6 +299,8 @@ def explain(result: CheckResult) -> str:
     """One line for a mismatch: what differs, and what to look at."""
     detail = result.detail
     if result.check == "digest":
+        if "reason" in detail:
+            return f"digest: {detail['reason']}. Do not serve this version; resync whole"
         differing = detail["differing"]
         assert isinstance(differing, list)
         names = ", ".join(f"{d['tensor']} on {d['engine']}" for d in differing[:5])

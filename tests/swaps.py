@@ -38,14 +38,18 @@ class LocalSender:
     """
 
     def __init__(
-        self, weights: Mapping[str, Mapping[str, Any]], *, wire_dtype: str | None = None
+        self,
+        weights: Mapping[str, Mapping[str, Any]],
+        *,
+        wire_dtype: str | None = None,
+        backend: TransferBackend = TransferBackend.GLOO,
     ) -> None:
         from actors.transfer.base import make_sender
 
         self._weights = weights
         self._which = next(iter(weights))
         self.sender = make_sender(
-            "gloo", lambda: self._weights[self._which].items(), wire_dtype=wire_dtype
+            backend, lambda: self._weights[self._which].items(), wire_dtype=wire_dtype
         )
         self._threads = ThreadPoolExecutor(4, "sender")
 
@@ -112,6 +116,7 @@ class Rig:
         self.version = PolicyVersion(0)
         self.workers = 1
         self.opened = False
+        self.backend = TransferBackend.GLOO
         self.staged = False
         """Whether channels that are opened from now on are staged."""
 
@@ -119,7 +124,7 @@ class Rig:
         """(Re)open the channel."""
         await self.engine.close_channel()
         await self.sender.close_channel()
-        spec = await self.sender.listen(TransferBackend.GLOO, 1 + self.workers, TIMEOUT_S)
+        spec = await self.sender.listen(self.backend, 1 + self.workers, TIMEOUT_S)
         spec = replace(spec, staged=self.staged)
         await asyncio.gather(self.engine.open_channel(spec, 1), self.sender.open_channel(spec))
         self.opened = True
@@ -133,7 +138,7 @@ class Rig:
             from_version=self.version,
             version=version,
             step=version,
-            backend=TransferBackend.GLOO,
+            backend=self.backend,
             pause_mode=mode,
             kv_policy=kv,
             staged=self.staged,

@@ -66,6 +66,8 @@ class Aside:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._stream.synchronize()  # also after a failure: it may still write somewhere

@@ -73,6 +73,7 @@ class Sender(ABC):
         if buffer is None:
             buffer = self._buffer = self._allocate(layout.nbytes)
         self._staged = False
+        self._settle()  # the trainer may compute on any stream, and what it computes is copied
         expected = iter(layout.slots)
         with torch.no_grad():
             for name, tensor in self._weights():
@@ -136,7 +137,7 @@ class Sender(ABC):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def _settle(self) -> None:  # noqa: B027 - a hook, host copies need nothing
-        """Wait until the copies of :meth:`stage` are done."""
+        """Wait until the device of the weights is done with all that was queued on it."""
 
     def _spec(self, name: str, tensor: torch.Tensor) -> TensorSpec:
         check_tensor(name, tensor)

@@ -120,6 +120,10 @@ class NativeIpcInbox(NativeInbox, IpcInbox):
     """vLLM's engine maps the handles."""
 
     @property
+    def holds(self) -> bool:
+        return True
+
+    @property
     def at_hand(self) -> bool:
         return False
 

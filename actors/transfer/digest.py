@@ -22,7 +22,7 @@ Not SHA-256, because that runs on the host: the weights would cross PCIe for it,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from orchestrator.errors import TransferError
+from orchestrator.types import UNUSED
 
 from .region import Grid, Region, Shape, grid, row_length
 
@@ -144,9 +145,14 @@ def parts_of(
 
 
 def whole(
-    engine: str, shapes: Mapping[str, Shape], answers: Mapping[int, Mapping[str, Part]]
+    engine: str,
+    shapes: Mapping[str, Shape],
+    answers: Mapping[int, Mapping[str, Part]],
+    unused: Collection[str] = (),
 ) -> dict[str, str]:
     """Digests of the tensors that the ranks of ``engine`` hold together.
+
+    ``unused``: what no rank has a place for; its digest is :data:`orchestrator.types.UNUSED`.
 
     Ranks with the same part are replicas. TransferError, naming ranks and tensors, if replicas
     are not equal or a tensor of ``shapes`` is not wholly held.
@@ -154,6 +160,9 @@ def whole(
     digests: dict[str, str] = {}
     partial: list[str] = []
     for name, shape in shapes.items():
+        if name in unused:
+            digests[name] = UNUSED
+            continue
         parts: dict[tuple[int, int], tuple[int, Part]] = {}
         for rank, answer in answers.items():
             held = answer.get(name)

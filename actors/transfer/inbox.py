@@ -12,7 +12,7 @@ A subclass for another link overrides :meth:`Inbox.connect`, :attr:`Inbox.device
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +72,12 @@ class Invitation:
         )
 
 
-Accept = Callable[[Layout], None]
-"""Raises ChannelError when the engine cannot take what the manifest announces."""
+Accept = Callable[[Layout], bool | None]
+"""Raises ChannelError when the engine cannot take what the manifest announces.
+
+Returns whether an update needs all of its bytes in a buffer of the worker's, to load it in any
+order and to digest what was loaded: so it is until a load plan is proven.
+"""
 
 
 class Inbox:
@@ -91,7 +95,9 @@ class Inbox:
         self.target = device
         """Where the model lives."""
         self.fetched: str | None = None
-        """Sync id of the update whose bytes are all in the buffer, while it is at hand."""
+        """Sync id of the update whose bytes are all here, while it is at hand."""
+        self.keeps = False
+        """Updates need all their bytes in a buffer of this worker, see ``Accept``."""
         self._buffer: torch.Tensor | None = None
         self._binding: tuple[LoadPlan, torch.Tensor, Bound] | None = None
         self.aside = Aside(device)
@@ -106,10 +112,15 @@ class Inbox:
             )
         )
         try:
-            self.channel.run(lambda: self._handshake(accept))
-        except TransferError as error:
-            self.channel.close(f"rank {rank}: {error}")
-            raise
+            # Not on the thread of the handshake, which may be left behind: it looks at the model.
+            self._get_ready(accept)
+            self.channel.run(self._handshake)
+        except Exception as error:
+            problem = error
+            if not isinstance(error, TransferError):
+                problem = ChannelError(f"joining failed: {type(error).__name__}: {error}")
+            self.channel.close(f"rank {rank}: {problem}")
+            raise problem from error
 
     # what another link changes
 
@@ -122,6 +133,11 @@ class Inbox:
     def at_hand(self) -> bool:
         """Updates are fetched before they are applied."""
         return self.invitation.staged
+
+    @property
+    def holds(self) -> bool:
+        """An update's bytes come into a buffer of this worker: it can be reloaded from there."""
+        return True
 
     def check(self) -> None:
         """ChannelError, before anybody waits for this worker, if the link cannot work here."""
@@ -144,9 +160,13 @@ class Inbox:
         """The flat uint8 buffer (ChannelError if there is no memory for it)."""
         _must_fit(nbytes, self.device)
         try:
-            return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
             raise ChannelError(f"no memory to receive {nbytes / 1e9:.2f} GB in: {error}") from error
+        if self.device.type == "cuda":
+            # Other threads write to it on streams of their own.
+            torch.cuda.current_stream(self.device).synchronize()
+        return buffer
 
     def arrive(self) -> Iterator[int]:
         """Fill the buffer; yields how many of its bytes have arrived (ChannelError)."""
@@ -172,9 +192,17 @@ class Inbox:
             self._buffer = self.allocate(self.layout.nbytes)
         return self._buffer
 
+    def source(self) -> torch.Tensor:
+        """Where the bytes of an update are, once they are here: flat uint8."""
+        return self.buffer()
+
     def views(self) -> dict[str, torch.Tensor]:
-        """Each tensor in the buffer."""
-        return dict(self.layout.views(self.buffer()))
+        """Each tensor of the update that is here."""
+        return dict(self.layout.views(self.source()))
+
+    def trust_plan(self) -> None:
+        """From now on updates go by a proven plan; forget what only others need."""
+        self.keeps = False
 
     def fetch(self) -> None:
         """Receive all bytes; they are there, on the device too, when this returns."""
@@ -185,18 +213,22 @@ class Inbox:
         """Fetch on a thread while the model goes on; the outcome is published as ``key/<rank>``."""
         self.fetched = None
 
+        def work() -> None:
+            self.fetched = None  # once more: the work before this one may just have set it
+            self.fetch()
+
         def done(answer: dict[str, object]) -> None:
             if "error" not in answer:
                 self.fetched = sync_id
             self._publish(key, answer)
 
-        self.aside.start("prefetch", self.fetch, done)
+        self.aside.start("prefetch", work, done)
 
     def tensors(self, sync_id: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor as soon as all of it is there, as a view into the buffer."""
         if self.at_hand:
             self._have(sync_id)
-            yield from self.layout.views(self.buffer())
+            yield from self.layout.views(self.source())
             return
         arrived = self.arrive()
         have = 0
@@ -208,8 +240,8 @@ class Inbox:
             pass
 
     def bound(self, plan: LoadPlan) -> Bound:
-        """``plan`` with the buffer's tensors as its sources; made once a buffer."""
-        buffer = self.buffer()
+        """``plan`` with the update's tensors as its sources; made once a memory."""
+        buffer = self.source()
         if self._binding is None or self._binding[0] is not plan or self._binding[1] is not buffer:
             self._binding = (plan, buffer, plan.bind(self.views()))
         return self._binding[2]
@@ -228,12 +260,21 @@ class Inbox:
         arrived = ((n, Region.whole(shapes[n]), t) for n, t in self.views().items())
         return parts_of(arrived, shapes)
 
-    def start_digest(self, key: str, parts: Callable[[], dict[str, Part]] | None = None) -> None:
-        """Digest on a thread (``parts``, or what arrived); published as ``key/<rank>``."""
+    def start_digest(
+        self,
+        key: str,
+        parts: Callable[[], dict[str, Part]] | None = None,
+        unused: Sequence[str] = (),
+    ) -> None:
+        """Digest on a thread (``parts``, or what arrived); published as ``key/<rank>``.
+
+        ``unused``: tensors that this worker's model has no place for, and that are in no part.
+        """
         digest = parts or self.parts
 
         def work() -> dict[str, object]:
-            return {"parts": {name: part.to_wire() for name, part in digest().items()}}
+            found = {name: part.to_wire() for name, part in digest().items()}
+            return {"parts": found, "unused": list(unused)}
 
         self.aside.start("digest", work, lambda answer: self._publish(key, answer))
 
@@ -242,18 +283,23 @@ class Inbox:
         wait that was left behind may still write into its buffer.
         """
         self.channel.close(reason)
+        # Its memory may be given to the next channel as soon as nobody holds it.
+        self.aside.finish()
 
     def _publish(self, key: str, answer: dict[str, object]) -> None:
         self.channel.meeting.put(f"{key}/{self.rank}", json.dumps(answer))
 
-    def _handshake(self, accept: Accept) -> None:
+    def _get_ready(self, accept: Accept) -> None:
         meeting, rank = self.channel.meeting, self.rank
         try:
             self._check(accept)
-        except TransferError as error:
-            meeting.say(f"ready/{rank}", str(error))
+        except Exception as error:
+            meeting.say(f"ready/{rank}", str(error) or type(error).__name__)
             raise
         meeting.say(f"ready/{rank}")
+
+    def _handshake(self) -> None:
+        meeting, rank = self.channel.meeting, self.rank
         meeting.hear(["go"], patience=2)
         self.channel.link = self.connect()
         problem = self._prove()
@@ -272,8 +318,8 @@ class Inbox:
         self.layout = Layout.of(manifest_from_wire(self.invitation.tensors))
         agreement.check(self.channel.meeting, self.layout, self.bucket_bytes, self.invitation.extra)
         self.check()
-        accept(self.layout)
-        if self.at_hand:
+        self.keeps = bool(accept(self.layout))
+        if self.keeps or self.invitation.staged:
             # Now, not at the first swap: what does not fit is refused while nobody waits.
             self.buffer()
 
@@ -291,12 +337,14 @@ class Inbox:
 def _must_fit(nbytes: int, device: torch.device) -> None:
     if device.type != "cuda":
         return
+    # What torch keeps of a former buffer is free, and not counted so.
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     if nbytes > free:
         raise ChannelError(
-            f"a copy of the weights takes {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} of "
-            f"{total / 1e9:.0f} GB are free on {device}: lower --gpu-memory-utilization, or use "
-            "a backend that does not stage"
+            f"a copy of the weights takes {nbytes / 1e9:.2f} GB (staged transfers always need one, "
+            f"others for their first update), {free / 1e9:.2f} of {total / 1e9:.0f} GB are free on "
+            f"{device}: lower --gpu-memory-utilization"
         )
 
 

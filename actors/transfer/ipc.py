@@ -149,17 +149,28 @@ class IpcInbox(Inbox):
         assert mapped is not None
         return mapped.cpu().clone()
 
-    def buffer(self) -> torch.Tensor:
-        """The sender's memory, empty until it was mapped; staged, memory of this worker."""
-        if self.invitation.staged:
-            return super().buffer()
+    def source(self) -> torch.Tensor:
+        """The sender's memory, empty until it was mapped; or a copy of it in this worker's."""
+        if self.holds:
+            return self.buffer()
         return torch.empty(0, dtype=torch.uint8) if self._mapped is None else self._mapped
+
+    def trust_plan(self) -> None:
+        super().trust_plan()
+        if not self.invitation.staged:
+            self._buffer = self._binding = None
+
+    @property
+    def holds(self) -> bool:
+        """Staged; or loaded otherwise than by a plan: there a digest of the sender's own memory
+        would prove nothing."""
+        return self.keeps or self.invitation.staged
 
     def arrive(self) -> Iterator[int]:
         if self.channel.closed is not None:
             raise ChannelError(f"the channel was closed: {self.channel.closed}")
         mapped = self.refresh()
-        if self.invitation.staged:
+        if self.holds:
             self.buffer().copy_(mapped)
             if self.target.type == "cuda":
                 torch.cuda.current_stream(self.target).synchronize()
@@ -191,7 +202,7 @@ class IpcInbox(Inbox):
 
     def _drop(self) -> None:
         self._mapped = self._identity = None
-        if not self.invitation.staged:
+        if not self.holds:
             self._binding = None  # it holds views
 
     def _current(self) -> tuple[object, list[memory.Handle]]:

@@ -110,18 +110,19 @@ class NcclLink(Link):
         self._end(f"did not finish a broadcast within {self._timeout_s:g} s, a peer hangs")
 
     def _end(self, why: str) -> None:
+        # Held to the end: who comes second may free memory that an abort still stops writes to.
         with self._ending:
             if self._ended is not None:
                 return
             self._ended = why
-        # A call that is being queued ends in a moment, unless it waits for a dead peer: then
-        # only the abort ends it.
-        held = self._calls.acquire(timeout=_LEAVE_S)
-        try:
-            self.communicator.destroy()
-        finally:
-            if held:
-                self._calls.release()
+            # A call that is being queued ends in a moment, unless it waits for a dead peer: then
+            # only the abort ends it.
+            held = self._calls.acquire(timeout=_LEAVE_S)
+            try:
+                self.communicator.destroy()
+            finally:
+                if held:
+                    self._calls.release()
 
     def _must_be_open(self) -> None:
         if self._ended is not None:
@@ -199,6 +200,11 @@ class NcclInbox(Inbox):
         for group in groups:
             self.channel.run(waits.pop(0))
             yield group[-1].end
+
+    def trust_plan(self) -> None:
+        super().trust_plan()
+        if not self.invitation.staged:
+            self._buffer = self._binding = None
 
     def deliver(self, plan: LoadPlan, sync_id: str) -> None:
         if self.at_hand:

@@ -39,8 +39,8 @@ class LoadPlan:
     """Tensors of which this worker takes nothing: tied ones, experts and layers of others."""
     lossy: tuple[str, ...]
     """Tensors that the model holds rounded: no digest of what it holds can be compared."""
-    parameters: tuple[tuple[str, int], ...]
-    """Name and address of each parameter when the plan was recorded."""
+    parameters: tuple[tuple[torch.nn.Module, str, int], ...]
+    """Each parameter when the plan was recorded: its module, its name there, its address."""
 
     @classmethod
     def record(cls, model: torch.nn.Module, specs: Sequence[TensorSpec]) -> LoadPlan:
@@ -67,9 +67,16 @@ class LoadPlan:
             parameters=tuple(_addresses(model)),
         )
 
-    def fits(self, model: torch.nn.Module) -> bool:
-        """Whether the model's parameters are still where they were. Record anew if not."""
-        return self.parameters == tuple(_addresses(model))
+    def fits(self) -> bool:
+        """Whether the model's parameters are still where they were. Record anew if not.
+
+        Microseconds: it is asked inside the pause.
+        """
+        for module, name, address in self.parameters:
+            parameter = module._parameters.get(name)
+            if parameter is None or parameter.data_ptr() != address:
+                return False
+        return True
 
     def bind(self, sources: Mapping[str, torch.Tensor]) -> Bound:
         """Resolve the plan for ``sources``: contiguous checkpoint tensors by name.
@@ -118,9 +125,11 @@ class Bound:
             torch._foreach_copy_(targets, sources)
 
 
-def _addresses(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
-    for name, parameter in model.named_parameters():
-        yield name, parameter.data_ptr()
+def _addresses(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, int]]:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, name, parameter.data_ptr()
 
 
 def _check(spec: TensorSpec, source: torch.Tensor | None) -> None:

@@ -1,8 +1,12 @@
-"""Whether a worker may apply updates by a load plan, and what its model holds by that plan."""
+"""Whether a worker may apply updates by a load plan, and what its model holds by that plan.
+
+A plan is trusted after vLLM's own loader has loaded one update and the weights, read back through
+the plan, were found to be what arrived: the first update always takes the layerwise reload.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,22 +22,30 @@ from .plan import LoadPlan, NoPlan, Unfit
 class Planned:
     """The plan of one worker's model: none (and why), recorded, or proven."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, refused: str = "") -> None:
+        """``refused``: why there is never to be one."""
         self._model = model
-        self._reason = "no channel was opened"
+        self._refused = refused
+        self._reason = refused or "no channel was opened"
         self._specs: tuple[TensorSpec, ...] = ()
         self._plan: LoadPlan | None = None
         self._proven = False
 
     @property
     def proven(self) -> LoadPlan | None:
-        """The plan, once it may be used."""
-        return self._plan if self._proven else None
+        """The plan, if it may be used now."""
+        plan = self._plan
+        return plan if plan is not None and self._proven and plan.fits() else None
 
     @property
     def wants_proof(self) -> bool:
         """There is a plan that no update has confirmed."""
         return self._plan is not None and not self._proven
+
+    @property
+    def unused(self) -> Sequence[str]:
+        """Tensors that the model has no place for."""
+        return () if self._plan is None else self._plan.unused
 
     def describe(self) -> str:
         """In words."""
@@ -42,15 +54,20 @@ class Planned:
         state = "proven" if self._proven else "to be proven by the first update"
         return f"load plan of {len(self._plan.copies)} copies, {state}"
 
+    def forget(self, reason: str) -> None:
+        """There is no plan any more."""
+        self._plan, self._proven, self._reason = None, False, reason
+
     def record(self, layout: Layout) -> None:
         """Make a plan for ``layout``, unless there is one for it already.
 
         ChannelError if the tensors do not fit the model: no way to load them would work.
         """
         specs = tuple(slot.spec for slot in layout.slots)
-        if self._plan is not None and specs == self._specs and self._plan.fits(self._model):
+        if self._refused or (self._plan is not None and specs == self._specs and self._plan.fits()):
             return
-        self._specs, self._plan, self._proven = specs, None, False
+        self.forget("")
+        self._specs = specs
         derived = list(vllm_compat.derived_weights(self._model))
         if derived:
             more = f" (and {len(derived) - 1} more)" if len(derived) > 1 else ""
@@ -74,19 +91,19 @@ class Planned:
     def prove(self, arrived: Mapping[str, torch.Tensor]) -> None:
         """Trust the plan if vLLM's own loader put ``arrived`` where the plan would have.
 
-        Runs after a layerwise reload. A plan that fails is dropped, with the tensor as reason.
+        Call it after a layerwise reload. A plan that fails is dropped, with the tensor as reason.
         """
         plan = self._plan
         assert plan is not None
         try:
             sources = ((c.name, c.source, c.source.of(arrived[c.name])) for c in plan.copies)
-            sent, held = parts_of(sources, self._shapes()), self._parts(plan)
+            sent, held = parts_of(sources, self._shapes()), self.parts()
         except Exception as error:
-            self._drop(f"it could not be checked: {type(error).__name__}: {error}")
+            self.forget(f"it could not be checked: {type(error).__name__}: {error}")
             return
         wrong = [name for name, part in sent.items() if held.get(name) != part]
         if wrong:
-            self._drop(
+            self.forget(
                 f"vLLM's own loader leaves {wrong[0]} otherwise than it came "
                 f"({len(wrong)} such tensors): it is re-packed after loading"
             )
@@ -95,18 +112,12 @@ class Planned:
 
     def parts(self) -> dict[str, Part]:
         """Digest of what the model holds, by checkpoint tensor (TransferError without a plan)."""
-        if self._plan is None:
+        plan = self._plan
+        if plan is None:
             raise TransferError(f"what the model holds cannot be read back: {self._reason}")
-        return self._parts(self._plan)
-
-    def _parts(self, plan: LoadPlan) -> dict[str, Part]:
-        if not plan.fits(self._model):
-            self._drop("the model's parameters have moved since it was recorded")
-            raise TransferError("the model's parameters have moved: apply the update again")
+        if not plan.fits():
+            raise TransferError("the model's parameters are not where the update was put")
         return parts_of(plan.live(), self._shapes())
-
-    def _drop(self, reason: str) -> None:
-        self._plan, self._proven, self._reason = None, False, reason
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {spec.name: spec.shape for spec in self._specs}

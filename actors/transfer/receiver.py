@@ -12,7 +12,6 @@ in this order::
     finish_weight_update     layerwise reload ends; refused unless every weight was loaded
     start_digest           later, on a thread
 
-
 Errors cross vLLM's RPC as text: see ``wire_errors``.
 """
 
@@ -76,7 +75,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         super().__init__(*args)
         self._arguments = args
         self._inbox: Inbox | None = None
-        self._planned = Planned(self.model)
+        # LoRA state is derived from the weights, and vLLM renews it with a reload.
+        lora = getattr(self.vllm_config, "lora_config", None) is not None
+        self._planned = Planned(self.model, "the engine serves LoRA adapters" if lora else "")
         self._expected: set[str] = set()
         self._tied: dict[str, str] = {}
         self._reloading = False
@@ -97,12 +98,16 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         holds = {name: dtype_name(p.dtype) for name, p in self.model.named_parameters()}
         main, declared = dtype_name(self.model_config.dtype), invitation.extra.get("wire_dtype")
 
-        def accept(layout: Layout) -> None:
-            accept_dtypes(holds, main, declared, layout)
-            if not self._reloading:  # what a failed reload left has no parameters to plan for
-                self._planned.record(layout)
-
         inbox_cls = self.inboxes[TransferBackend(invitation.backend)]
+
+        def accept(layout: Layout) -> bool:
+            accept_dtypes(holds, main, declared, layout)
+            if self._reloading:
+                self._planned.forget("a failed update left the model half-loaded")
+            else:
+                self._planned.record(layout)
+            return self._planned.proven is None and not issubclass(inbox_cls, NativeInbox)
+
         self._inbox = inbox_cls(invitation, rank, accept, self.device)
 
     @wire_errors
@@ -154,9 +159,13 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._reloading = self._loaded = False
         self._synchronize()
         inbox = self._opened()
-        if self._planned.wants_proof and not isinstance(inbox, NativeInbox):
-            # Now, in the first pause: later the sender may have other bytes in mapped memory.
+        if isinstance(inbox, NativeInbox):
+            return
+        self._planned.record(inbox.layout)  # anew where the weights have moved or were half-loaded
+        if self._planned.wants_proof:
             self._planned.prove(inbox.views())
+            if self._planned.proven is not None:
+                inbox.trust_plan()
 
     def shutdown(self) -> None:
         """Leave the channel."""
@@ -179,6 +188,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         inbox.aside.finish()
         plan = self._planned.proven
         if plan is None or self._reloading or isinstance(inbox, NativeInbox):
+            if not inbox.holds:
+                raise TransferError(
+                    "the model's parameters have moved since the load plan was made: open the "
+                    "channel again"
+                )
             return False
         try:
             inbox.deliver(plan, sync_id)
@@ -208,7 +222,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         inbox, planned = self._opened(), self._planned
 
         live = planned.proven is not None or isinstance(inbox, NativeInbox)
-        inbox.start_digest(key, planned.parts if live else inbox.parts)
+        if live:
+            inbox.start_digest(key, planned.parts, planned.unused)
+        else:
+            inbox.start_digest(key)
 
     def describe(self) -> str:
         """How updates are applied here, in words."""

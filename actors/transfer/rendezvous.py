@@ -113,8 +113,11 @@ class Rendezvous:
         return self.client.get([key])[0].decode()
 
     def take(self, key: str) -> str:
-        """Wait for what was :meth:`put`, and forget it."""
-        return self.client.get([key], pop=True)[0].decode()
+        """Wait for what was :meth:`put` as long as the channel is open, and forget it.
+
+        The caller has the deadline: it closes the channel.
+        """
+        return self.client.get([key], timeout_s=None, pop=True)[0].decode()
 
     def closed(self) -> str:
         """Wait until a member closes the channel, or its host is gone; returns why."""

@@ -25,6 +25,8 @@ from orchestrator.errors import ChannelError
 
 _LENGTH = struct.Struct("!I")
 _BACKLOG = 1024
+_ANSWER_S = 10.0
+"""What a store may take to answer beyond the time it was told to wait."""
 
 
 class StoreServer:
@@ -144,7 +146,9 @@ class StoreClient:
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             with socket.create_connection((self.host, self.port), timeout=self.timeout_s) as peer:
-                peer.settimeout(None)  # the server keeps the time, its death ends the wait
+                # The server keeps the time; its death, or that it does not answer, ends the wait.
+                waits = request.get("timeout", 0.0)
+                peer.settimeout(None if waits is None else waits + _ANSWER_S)
                 _keep_alive(peer)
                 _send(peer, {**request, "token": self._token})
                 answer = _receive(peer)

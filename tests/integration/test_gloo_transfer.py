@@ -25,7 +25,7 @@ from actors.transfer.digest import Part, whole
 from actors.transfer.inbox import Accept, Inbox, Invitation, accept_dtypes
 from actors.transfer.layout import Layout
 from actors.transfer.rendezvous import Rendezvous, node_id
-from orchestrator.errors import ChannelError
+from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import (
     ChannelSpec,
     KVPolicy,
@@ -141,6 +141,47 @@ def test_many_buckets_arrive_whole(threads: ThreadPoolExecutor) -> None:
     sender.stage()
     for received in group.swap():
         assert all(torch.equal(received[name], weights[name]) for name in weights)
+    sender.close()
+
+
+def test_a_fetch_that_fails_is_not_covered_by_the_one_before_it(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = make_sender("gloo", lambda: {"w": torch.ones(4)}.items())
+    inbox = Group(sender, 1, threads).inboxes[0]
+    started, go = threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        started.set()
+        assert go.wait(TIMEOUT_S)
+
+    def broken() -> None:
+        raise TransferError("it broke")
+
+    monkeypatch.setattr(inbox, "fetch", slowly)
+    inbox.start_prefetch("s1", "one")
+    assert started.wait(TIMEOUT_S)
+    monkeypatch.setattr(inbox, "fetch", broken)
+    inbox.start_prefetch("s1", "two")
+    go.set()
+    inbox.aside.finish()
+    assert inbox.fetched is None
+    sender.close()
+
+
+def test_what_goes_wrong_while_a_worker_gets_ready_reaches_every_side(
+    threads: ThreadPoolExecutor,
+) -> None:
+    def confused(layout: Layout) -> None:
+        raise KeyError("inv_freq")
+
+    sender = make_sender("gloo", lambda: {"w": torch.ones(4)}.items())
+    spec = sender.listen(2, TIMEOUT_S)
+    joining = threads.submit(join, spec, 1, confused)
+    with soon(), pytest.raises(ChannelError, match="inv_freq"):
+        sender.open(spec)
+    assert "KeyError: 'inv_freq'" in str(error_of(joining))
+    assert isinstance(error_of(joining), ChannelError)
     sender.close()
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from actors.transfer.base import make_sender
-from actors.transfer.inbox import Invitation
+from actors.transfer.inbox import Accept, Invitation
 from actors.transfer.ipc import IpcInbox, IpcSender
 from actors.transfer.layout import Layout
 from orchestrator.errors import ChannelError, TransferError
@@ -47,8 +47,8 @@ def anything(layout: Layout) -> None:
     """An engine that takes whatever comes."""
 
 
-def join(spec: ChannelSpec, rank: int) -> IpcInbox:
-    return IpcInbox(Invitation.of(spec, 1), rank, anything, CPU)
+def join(spec: ChannelSpec, rank: int, accept: Accept = anything) -> IpcInbox:
+    return IpcInbox(Invitation.of(spec, 1), rank, accept, CPU)
 
 
 def fetched(inbox: IpcInbox) -> dict[str, torch.Tensor]:
@@ -66,8 +66,14 @@ class Group:
     """A sender of one tensor ``w`` and its inboxes in this process."""
 
     def __init__(
-        self, threads: ThreadPoolExecutor, workers: int = 1, *, staged: bool = False
+        self,
+        threads: ThreadPoolExecutor,
+        workers: int = 1,
+        *,
+        staged: bool = False,
+        accept: Accept = anything,
     ) -> None:
+        self._accept = accept
         self.weights = {"w": torch.arange(1000.0), "b": torch.ones(3, dtype=torch.bfloat16)}
         sender = make_sender("ipc", self.weights.items)
         assert isinstance(sender, IpcSender)
@@ -76,7 +82,10 @@ class Group:
 
     def open(self) -> None:
         spec = replace(self.sender.listen(self._workers + 1, TIMEOUT_S), staged=self._staged)
-        joining = [self._threads.submit(join, spec, rank + 1) for rank in range(self._workers)]
+        joining = [
+            self._threads.submit(join, spec, rank + 1, self._accept)
+            for rank in range(self._workers)
+        ]
         self.sender.open(spec)
         self.spec = spec
         self.inboxes = [future.result(TIMEOUT_S) for future in joining]
@@ -116,7 +125,7 @@ def test_memory_that_moved_is_mapped_again_and_the_old_one_dropped(
     group.sender.release()
     with pytest.raises(ChannelError, match="shares no memory now: stage"):
         inbox.refresh()
-    assert inbox.buffer().numel() == 0
+    assert inbox.source().numel() == 0
     with pytest.raises(TransferError, match="nothing is staged"):
         group.sender.send(UPDATE)
     group.stage(2.0)
@@ -162,6 +171,21 @@ def test_staged_the_worker_has_a_copy_of_its_own(threads: ThreadPoolExecutor) ->
     group.stage(2.0)
     assert (inbox.views()["w"] == 1.0).all()
     assert group.holds(2.0) and inbox.buffer() is own
+    group.sender.close()
+
+
+def test_until_a_plan_is_trusted_the_worker_has_a_copy_too(threads: ThreadPoolExecutor) -> None:
+    group = Group(threads, accept=lambda layout: True)
+    (inbox,) = group.inboxes
+    group.stage(1.0)
+    assert group.holds(1.0)
+    group.stage(2.0)
+    assert (inbox.views()["w"] == 1.0).all()  # as loaded, whatever the sender has now
+    inbox.trust_plan()
+    assert group.holds(2.0)
+    group.stage(3.0)
+    assert (inbox.views()["w"] == 3.0).all()
+    assert inbox._buffer is None
     group.sender.close()
 
 

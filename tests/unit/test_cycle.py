@@ -18,6 +18,7 @@ from orchestrator.errors import (
     PhaseTimeout,
     SyncError,
     TrainerError,
+    TransferError,
     ValidationFailed,
 )
 from orchestrator.fleet import CLOSE_S
@@ -416,6 +417,15 @@ async def test_wrong_weights_fail_the_canary_too(parts: Parts) -> None:
     with pytest.raises(ValidationFailed, match="canary: log-probabilities differ"):
         await parts.swap()
     assert len(parts.fleet.fenced) == 3
+
+
+async def test_replicas_that_cannot_show_what_they_hold_are_fenced(parts: Parts) -> None:
+    differ = TransferError("ranks 1 and 2 of engine engine-1 hold different weights: w")
+    parts.world.faults.fail("engine-1", "digests", error=differ)
+    with pytest.raises(ValidationFailed, match=r"ranks 1 and 2 .* Do not serve this version"):
+        await parts.swap()
+    assert len(parts.fleet.fenced) == parts.count
+    await parts.close()
 
 
 async def test_a_canary_that_can_tell_nothing_does_not_stop_the_swap(world: FakeWorld) -> None:

@@ -320,6 +320,18 @@ async def test_a_channel_that_carries_a_wrong_pattern_is_refused(world: FakeWorl
     await parts.close()
 
 
+async def test_a_channel_that_does_not_open_is_closed_for_everybody(world: FakeWorld) -> None:
+    world.faults.fail("engine-1", "open_channel")
+    parts = Parts(world)
+    with pytest.raises(EngineError):
+        await parts.start()
+    assert all(engine.channel is None for engine in parts.engines)
+    assert parts.trainer.channel is None
+    await parts.fleet.ensure_channel(parts.trainer, TransferBackend.GLOO, 10)
+    assert all(engine.channel is not None for engine in parts.engines)
+    await parts.close()
+
+
 async def test_a_side_of_the_channel_that_does_not_close_is_left_after_its_time(
     parts: Parts,
 ) -> None:

@@ -100,7 +100,7 @@ class Actor:
         reporter = ActorReporter("e")
         core = Core("e", settings, reporter, asyncio.get_running_loop())
         self.llm = core._llm = FakeLLM()
-        self.weights = Weights(core, settings.backend, reporter)
+        self.weights = Weights(core, settings.swaps, reporter)
         self.weights._channel, self.weights._spec = cast(Channel, object()), SPEC
         self.weights._fetched = UPDATE.sync_id
         self.requests = Requests(core, self.weights, reporter)

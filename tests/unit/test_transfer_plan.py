@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from actors import vllm_compat
 from actors.transfer.digest import digest_all, parts_of, whole
-from actors.transfer.layout import dtype_name
+from actors.transfer.layout import Layout, dtype_name
 from actors.transfer.plan import LoadPlan, NoPlan
+from actors.transfer.planned import Planned
 from actors.transfer.region import Region
-from orchestrator.errors import TransferError
+from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import TensorSpec
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -368,9 +370,61 @@ def test_sources_that_do_not_fit_are_named() -> None:
 def test_a_plan_knows_when_parameters_moved() -> None:
     model = Model(plain, w=(2,))
     plan = LoadPlan.record(model, specs_of(checkpoint(w=(2,))))
-    assert plan.fits(model)
+    assert plan.fits()
     model.w.data = model.w.data.clone()
-    assert not plan.fits(model)
+    assert not plan.fits()
+    model.w = nn.Parameter(torch.zeros(2), requires_grad=False)
+    assert LoadPlan.record(model, plan.specs).parameters != plan.parameters
+    assert not plan.fits()
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> tuple[Model, Planned, Layout]:
+    """A model of one parameter without a vLLM around it, and its plan."""
+    monkeypatch.setattr(vllm_compat, "derived_weights", lambda model: iter(()))
+    model = Model(plain, w=(2,))
+    return model, Planned(model), Layout.of(specs_of(checkpoint(w=(2,))))
+
+
+def test_a_plan_is_used_once_proven_and_not_when_parameters_have_moved(
+    planned: tuple[Model, Planned, Layout],
+) -> None:
+    model, found, layout = planned
+    found.record(layout)
+    assert found.wants_proof and found.proven is None
+    found.prove({"w": model.w.data.clone()})
+    assert not found.wants_proof and found.proven is not None
+    assert "1 copies, proven" in found.describe()
+    model.w.data = model.w.data.clone()
+    assert found.proven is None
+    with pytest.raises(TransferError, match="not where the update was put"):
+        found.parts()
+    found.record(layout)
+    assert found.wants_proof
+
+
+def test_a_plan_that_a_reload_contradicts_is_dropped(
+    planned: tuple[Model, Planned, Layout],
+) -> None:
+    model, found, layout = planned
+    found.record(layout)
+    found.prove({"w": model.w.data.flip(0)})
+    assert found.proven is None and not found.wants_proof
+    assert "leaves w otherwise than it came" in found.describe()
+    with pytest.raises(TransferError, match="cannot be read back"):
+        found.parts()
+
+
+def test_tensors_that_do_not_fit_are_refused_and_lora_has_no_plan(
+    planned: tuple[Model, Planned, Layout],
+) -> None:
+    model, found, layout = planned
+    for wrong in (checkpoint(w=(2,), v=(1,)), checkpoint(v=(2,))):
+        with pytest.raises(ChannelError, match="do not fit the engine's model"):
+            found.record(Layout.of(specs_of(wrong)))
+    lora = Planned(model, "the engine serves LoRA adapters")
+    lora.record(layout)
+    assert not lora.wants_proof and "LoRA" in lora.describe()
 
 
 def test_mixed_dtypes_and_slices_run_in_few_batches() -> None:

@@ -13,6 +13,7 @@ from orchestrator.fleet import Fleet
 from orchestrator.options import ValidationOptions
 from orchestrator.testing import FakeEngine, FakeTrainer, FakeWorld, fake_engine_factory
 from orchestrator.types import (
+    UNUSED,
     Completion,
     FinishReason,
     GenerationRequest,
@@ -52,6 +53,16 @@ def probe(tokens: Sequence[int], *spans: tuple[int, int, int], request_id: str =
 
 
 # Digest
+
+
+def test_a_tensor_that_the_model_has_no_place_for_is_listed_and_proves_nothing() -> None:
+    sent = {"a": "1", "tied": "2"}
+    result = compare_digests(sent, {"e0": {"a": "1", "tied": UNUSED}}, 64)
+    assert (result.verdict, result.detail["unused"]) == (Verdict.MATCH, ["tied"])
+    nothing = {"e0": {"a": UNUSED, "tied": UNUSED}, "e1": dict(sent)}
+    assert compare_digests(sent, nothing, 64).verdict is Verdict.MISMATCH
+    unasked = {"e0": {**sent, "other": UNUSED}}
+    assert compare_digests(sent, unasked, 64).verdict is Verdict.MISMATCH
 
 
 def test_equal_digests_on_every_engine_match() -> None:
