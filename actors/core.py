@@ -19,6 +19,7 @@ from . import vllm_compat
 from .engine_settings import EngineSettings
 from .processes import (
     ACTOR_ENV,
+    ProcessId,
     free_shared_memory,
     gone,
     kill,
@@ -51,6 +52,8 @@ class Core:
         self._settings = settings
         self._reporter = reporter
         self._llm: Any = None
+        self._started: tuple[ProcessId, ...] = ()
+        """This process and its descendants when vLLM was up."""
         self._dead: asyncio.Future[str] = loop.create_future()
         self._watcher: asyncio.Task[None] | None = None
 
@@ -79,13 +82,14 @@ class Core:
         self._watcher = asyncio.create_task(self._watch(vllm_compat.core_pids(self._llm)))
         self.tokenizer = self._llm.get_tokenizer()
         facts = vllm_compat.model_facts(self._llm)
+        self._started = tree(os.getpid())
         info = EngineInfo(
             name=self.name,
             workers=facts["workers"],
             dtype=facts["dtype"],
             max_model_len=facts["max_model_len"],
             vocab_size=facts["vocab_size"],
-            pids=tuple(p.pid for p in tree(os.getpid())),
+            pids=tuple(p.pid for p in self._started),
             node_ip=_node_ip(),
             packages=vllm_compat.packages(),
             hardware=vllm_compat.hardware(),
@@ -158,7 +162,9 @@ class Core:
         llm, self._llm = self._llm, None
         if not self._dead.done():
             self._dead.set_result("it was closed")
-        own = [p for p in tree(os.getpid()) if p.pid != os.getpid()]
+        # Those that were started too: a worker whose engine core is gone is no child any more, and
+        # takes seconds to end by itself.
+        own = [p for p in {*self._started, *tree(os.getpid())} if p.pid != os.getpid()]
         self._reporter.stop_forwarding()
         if llm is not None:
             vllm_compat.fail_requests(llm, EngineDied(self.name, "it was closed"))

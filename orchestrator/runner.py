@@ -312,8 +312,10 @@ class _Life:
         self._interrupts.ending = True
         if isinstance(error, Exception):
             self._error = first_error(error)
-        # A run whose clean-up hangs has failed, whatever it did before.
-        code = _exit_code(Outcome.FAILED, error)
+        # A run whose clean-up hangs has failed, whatever it did before. A cancel that no signal
+        # asked for stands for the failure of something in the background.
+        asked = self._interrupts.interrupted or not isinstance(error, asyncio.CancelledError)
+        code = _exit_code(Outcome.FAILED, error if asked else None)
         self.watchdog.arm(grace, code, f"clean-up took longer than {grace:g} s")
 
     def _stop(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from .layout import dtype_name, dtype_of
 from .region import Region
 
 _aten = torch.ops.aten
+_SHAPES = re.compile(r"\b(sizes?|shapes?|dimensions?|exceeds|out of range)\b")
+"""What torch says of a tensor that is not as large as it should be."""
 _SAME_ELEMENTS = frozenset({_aten._to_copy.default, _aten.clone.default})
 _FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
 
@@ -100,7 +103,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # What vLLM's loaders say of a name or a shape that they do not know.
             raise Unfit(self._raised(error)) from error
         except Exception as error:
-            raise NoPlan(self._raised(error)) from error
+            words = str(error)
+            misshaped = "meta" not in words and _SHAPES.search(words)
+            raise (Unfit if misshaped else NoPlan)(self._raised(error)) from error
 
     def _raised(self, error: Exception) -> str:
         return f"{self._current}: load_weights raised {type(error).__name__}: {error}"

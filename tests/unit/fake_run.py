@@ -3,7 +3,8 @@
     python -m tests.unit.fake_run FOLDER STATE [hang]
 
 runs until the machine is in STATE, where a fault holds it, prints ``at STATE`` and the pid of
-a helper process that only an orderly (or forced) end removes, and waits for signals.
+a helper process that only an orderly (or forced) end removes, and waits for signals. STATE
+``DIED``: an engine dies while it generates.
 """
 
 from __future__ import annotations
@@ -93,6 +94,10 @@ async def main(folder: str, state: str, hang: bool, helper: subprocess.Popen[byt
     assembly = FakeAssembly()
     if state == "FAILED":
         assembly.world.faults.flip_bit("head")
+    if state == "DIED":
+        # While the run waits for the trainer: it learns of the death by being cancelled.
+        assembly.world.faults.block("trainer", "train")
+        assembly.world.faults.die("engine-0", "generate", call=40)
     if state in HOLD:
         assembly.world.faults.block(*HOLD[state])
 
@@ -104,7 +109,7 @@ async def main(folder: str, state: str, hang: bool, helper: subprocess.Popen[byt
             # Once the held call is under way.
             asyncio.get_running_loop().call_later(0.3, say)
 
-    if state in ("STARTING", "ASSEMBLING"):
+    if state in ("STARTING", "ASSEMBLING", "DIED"):
         asyncio.get_running_loop().call_later(0.3, say)
     if state == "ASSEMBLING":
         assembly.before = lambda on_event: asyncio.Event().wait()

@@ -375,7 +375,12 @@ def test_a_clean_up_that_hangs_is_cut_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "error"), [("FAILED", "head on engine-0"), ("STOPPED", "clean-up did not end")]
+    ("state", "error"),
+    [
+        ("FAILED", "head on engine-0"),
+        ("STOPPED", "clean-up did not end"),
+        ("DIED", "engine-0"),
+    ],
 )
 def test_a_clean_up_that_hangs_by_itself_is_a_failure(
     tmp_path: Path, state: str, error: str
