@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
