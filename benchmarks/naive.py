@@ -63,8 +63,13 @@ async def naive_swap(
     acks = tuple(await fleet.pause(update.pause_mode, update.kv_policy))
     await asyncio.sleep(sleep_s)
     paused = now()
-    await fleet.start_update(update)
-    await fleet.transfer(update, sender)
+    if update.at_hand:
+        await fleet.prefetch(update, sender)  # inside the pause, as everything here
+        await fleet.start_update(update)
+        await fleet.receive_update(update)
+    else:
+        await fleet.start_update(update)
+        await fleet.transfer(update, sender)
     moved = now()
     await fleet.finish_update(update)
     fleet.commit(update.version)

@@ -25,6 +25,7 @@ from typing import Any
 import ceiling
 import naive
 import plot
+import resources
 import table
 from load import Load, tokens_per_s
 
@@ -65,6 +66,8 @@ class Method:
     backend: str
     requests: int
     samples: list[dict[str, Any]] = field(default_factory=list)
+    growth: dict[str, Any] | None = None
+    """What the processes held more after the last swap than after the warm-up."""
 
     def add(
         self, seconds: PhaseSeconds, stalls: Sequence[float], in_flight: int, digest_s: float | None
@@ -98,6 +101,7 @@ class Method:
             "phases": phases,
             "digest_s": asdict(stall_stats(digests)),
             "gb_per_s_until_usable": nbytes / usable / 1e9 if usable else None,
+            "growth": self.growth,
             "samples": self.samples,
         }
 
@@ -109,6 +113,8 @@ class Bench:
         self.fleet, self.trainer, self.options = fleet, trainer, options
         self.nbytes = 0
         self.digests_matched = 0
+        self.pids: list[int] = []
+        """Processes of the engines and the trainer."""
         self.applied_by: dict[str, str] = {}
         """How the engine said that it applies the updates of each backend."""
         self._machine = SwapMachine()
@@ -118,7 +124,9 @@ class Bench:
 
     async def up(self) -> None:
         """Start everything."""
-        await asyncio.gather(self.fleet.start(), self.trainer.start())
+        infos, _ = await asyncio.gather(self.fleet.start(), self.trainer.start())
+        started = getattr(self.trainer, "started", {})
+        self.pids = [pid for info in infos for pid in info.pids] + [started["pid"]]
         self._machine.fire(Trigger.START, Guard.CHANNEL_PROVED)
 
     async def use(self, backend: TransferBackend, staged: bool) -> None:
@@ -309,6 +317,7 @@ async def swaps(
     for _ in range(options.warmup):
         await asyncio.sleep(pause_s)
         await once(None)
+    before = await asyncio.to_thread(resources.snapshot, bench.pids)
     every = max(1, count // max(1, options.naive_swaps))
     for turn in range(count):
         await asyncio.sleep(pause_s)
@@ -320,6 +329,7 @@ async def swaps(
             await asyncio.sleep(pause_s)
             await bench.theirs(seed, naive.SLEEP_S)
             say(f"{turn + 1} of {count} swaps")
+    own.growth = resources.growth(before, await asyncio.to_thread(resources.snapshot, bench.pids))
     return [m for m in (own, awake, seed) if m.samples]
 
 

@@ -42,6 +42,9 @@ def show(result: dict[str, Any]) -> None:
         console.print(f"ceiling, {name.replace('_', ' ')}: {words}")
     for name, value in result["ratio"].items():
         console.print(f"{name}: {value:.2f}")
+    for method in result["methods"]:
+        if method["growth"] is not None:
+            console.print(f"{method['name']}, {method['swaps']} swaps: {_growth(method['growth'])}")
     for backend, how in result["applied_by"].items():
         console.print(f"{backend} is applied by {how}")
     console.print(f"hardware: {result['hardware']}")
@@ -61,6 +64,16 @@ def _throughput(rows: list[dict[str, Any]]) -> Any:
         ]
         table.add_row(row["backend"], str(row["requests"]), f"{speed['without']:.0f}", *cells)
     return table
+
+
+def _growth(found: dict[str, Any]) -> str:
+    words = []
+    for name, value in found.items():
+        if value is None:
+            continue
+        shown = f"{value / 2**20:+.1f} MiB" if name.endswith("bytes") else f"{value:+d}"
+        words.append(f"{name.removesuffix('_bytes').replace('_', ' ')} {shown}")
+    return ", ".join(words)
 
 
 def ms(seconds: float | None) -> str:

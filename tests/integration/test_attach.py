@@ -116,7 +116,7 @@ def test_a_run_attaches_moves_weights_and_leaves_the_cluster_as_it_was(
         "-m orchestrator",
         [
             *("--ray-address", cluster.address, "--steps", "1", "--tensor-parallel-size", "2"),
-            *("--validate", "digest,canary", "--probe-tokens", "40"),
+            *("--validate", "digest,canary", "--probe-tokens", "40", "--backend", "staged"),
         ],
         tmp_path / "run",
         env=ENV,
@@ -124,6 +124,7 @@ def test_a_run_attaches_moves_weights_and_leaves_the_cluster_as_it_was(
     assert ended.code == 0, ended.stderr
     (swap,) = ended.summary["swaps"]
     assert (swap["from_version"], swap["to_version"]) == (0, 1)
+    assert swap["backend"] == "staged-gloo" and swap["seconds"]["prefetch"] > 0
     assert swap["checks"]["digest"]["verdict"] == swap["checks"]["canary"]["verdict"] == "match"
 
     events = ended.lines("events.jsonl")

@@ -53,6 +53,7 @@ def test_the_benchmark_measures_backends_side_by_side_and_the_ceiling(tmp_path: 
     assert naive["phases"]["quiesce"]["p50"] >= 5.02
     assert awake["phases"]["quiesce"]["p50"] >= 0.02
     assert ours["phases"]["prefetch"]["p50"] == 0 < staged["phases"]["prefetch"]["p50"]
+    assert ours["growth"].keys() == staged["growth"].keys() >= {"host_bytes", "descriptors"}
     ratio = naive["stall_s"]["p50"] / ours["stall_s"]["p50"]
     key = "stall p50, naive to gloo, 13 requests"
     assert result["ratio"][key] == pytest.approx(ratio)
