@@ -209,13 +209,18 @@ class Inbox:
         for _ in self.arrive():
             pass
 
-    def start_prefetch(self, sync_id: str, key: str) -> None:
-        """Fetch on a thread while the model goes on; the outcome is published as ``key/<rank>``."""
+    def start_prefetch(self, sync_id: str, key: str, plan: LoadPlan | None = None) -> None:
+        """Fetch on a thread while the model goes on; the outcome is published as ``key/<rank>``.
+
+        ``plan``: by which the update will be delivered; it is bound now, not in the pause.
+        """
         self.fetched = None
 
         def work() -> None:
             self.fetched = None  # once more: the work before this one may just have set it
             self.fetch()
+            if plan is not None:
+                self.bound(plan)
 
         def done(answer: dict[str, object]) -> None:
             if "error" not in answer:

@@ -176,7 +176,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
     @wire_errors
     def start_prefetch(self, sync_id: str, key: str) -> None:
         """See :meth:`Inbox.start_prefetch`."""
-        self._opened().start_prefetch(sync_id, key)
+        self._opened().start_prefetch(sync_id, key, self._planned.proven)
 
     @wire_errors
     def replay(self, sync_id: str) -> bool:
