@@ -70,13 +70,21 @@ class Method:
     """What the processes held more after the last swap than after the warm-up."""
 
     def add(
-        self, seconds: PhaseSeconds, stalls: Sequence[float], in_flight: int, digest_s: float | None
+        self,
+        seconds: PhaseSeconds,
+        stalls: Sequence[float],
+        in_flight: int,
+        stage_s: float,
+        digest_s: float | None = None,
     ) -> None:
+        """``stage_s``: the trainer's snapshot and its digest, before anything else; ``digest_s``:
+        that of the engine, after the stall."""
         self.samples.append(
             {
                 "seconds": asdict(seconds),
                 "stalls": list(stalls),
                 "requests_in_flight": in_flight,
+                "stage_s": stage_s,
                 "digest_s": digest_s,
             }
         )
@@ -90,7 +98,10 @@ class Method:
             for phase in (*plot.PHASES, "prefetch")
         }
         usable = phases["transfer"]["p50"]
-        digests = [v for s in self.samples if (v := s["digest_s"]) is not None]
+
+        def over(key: str) -> dict[str, Any]:
+            return asdict(stall_stats([v for s in self.samples if (v := s[key]) is not None]))
+
         return {
             "name": self.name,
             "note": self.note,
@@ -99,7 +110,8 @@ class Method:
             "swaps": len(self.samples),
             "stall_s": asdict(stall_stats([v for s in self.samples for v in s["stalls"]])),
             "phases": phases,
-            "digest_s": asdict(stall_stats(digests)),
+            "stage_s": over("stage_s"),
+            "digest_s": over("digest_s"),
             "gb_per_s_until_usable": nbytes / usable / 1e9 if usable else None,
             "growth": self.growth,
             "samples": self.samples,
@@ -155,8 +167,8 @@ class Bench:
         elif record.get("level") in ("warning", "error"):
             say(f"{actor}: {record.get('event')} {record.get('message', '')}")
 
-    async def update(self) -> tuple[WeightUpdate, dict[str, str]]:
-        """The next version, staged at the trainer."""
+    async def update(self) -> tuple[WeightUpdate, dict[str, str], float]:
+        """The next version, its digests, and the seconds it took to stage it at the trainer."""
         version = PolicyVersion(self.fleet.version + 1)
         update = WeightUpdate(
             sync_id=f"s{version}",
@@ -168,32 +180,35 @@ class Bench:
             kv_policy=self._swap.kv_policy,
             staged=self._swap.staged,
         )
-        return update, dict(await self.trainer.stage(version))
+        began = time.perf_counter()
+        sent = dict(await self.trainer.stage(version))
+        return update, sent, time.perf_counter() - began
 
     async def ours(self, method: Method | None = None) -> None:
         """One swap by this project's cycle, digests checked."""
         assert self._cycle is not None
-        update, sent = await self.update()
+        update, sent, stage_s = await self.update()
         with operation(sync_id=update.sync_id, version=update.version):
             before = await self._cycle.prefetch(update)
             report = await self._cycle.run(update, sent, self.nbytes, prefetch_s=before)
         self.digests_matched += 1
         if method is not None:
-            method.add(report.seconds, report.stalls, report.requests_in_flight, report.validate_s)
+            in_flight = report.requests_in_flight
+            method.add(report.seconds, report.stalls, in_flight, stage_s, report.validate_s)
 
     async def theirs(self, method: Method | None, sleep_s: float) -> None:
         """One swap the naive way; no digest is asked for."""
-        update, _ = await self.update()
+        update, _, stage_s = await self.update()
         with operation(sync_id=update.sync_id, version=update.version):
             done = await naive.naive_swap(self.fleet, self.trainer, update, sleep_s)
         if method is not None:
             in_flight = sum(a.requests_in_flight for a in done.acks)
-            method.add(done.seconds, done.stalls, in_flight, None)
+            method.add(done.seconds, done.stalls, in_flight, stage_s)
 
     async def bring(self) -> None:
         """Bring bytes to the engine while it decodes, and commit nothing."""
         assert self._cycle is not None
-        update, _ = await self.update()
+        update, _, _ = await self.update()
         with operation(sync_id=update.sync_id, version=update.version):
             await self._cycle.prefetch(update)
 

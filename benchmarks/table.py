@@ -44,7 +44,12 @@ def show(result: dict[str, Any]) -> None:
         console.print(f"{name}: {value:.2f}")
     for method in result["methods"]:
         if method["growth"] is not None:
-            console.print(f"{method['name']}, {method['swaps']} swaps: {_growth(method['growth'])}")
+            name, swaps = method["name"], method["swaps"]
+            outside = (
+                f"stage {ms(method['stage_s']['p50'])}, digest {ms(method['digest_s']['p50'])}"
+            )
+            console.print(f"{name}, outside the stall (p50, ms): {outside}")
+            console.print(f"{name}, held more after {swaps} swaps: {_growth(method['growth'])}")
     for backend, how in result["applied_by"].items():
         console.print(f"{backend} is applied by {how}")
     console.print(f"hardware: {result['hardware']}")
