@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import pkgutil
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -69,20 +68,17 @@ result = {{"code": code, "modules": [m for m in sys.modules if "." not in m]}}
     assert not {*HEAVY, "structlog", "rich", "numpy"} & set(modules)
 
 
-def test_help_takes_less_than_half_a_second() -> None:
-    def once() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, "-m", "orchestrator", "--help"],
-            stdout=subprocess.DEVNULL,
-            timeout=60,
-            check=True,
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
-
-    # Processor time: on a quiet machine the same as wall time, on a busy one nearly so.
-    assert any(once() < 0.5 for _ in range(10))
+def test_help_imports_few_modules() -> None:
+    """What its half a second depends on, on any machine."""
+    result = fresh(
+        """
+import sys
+from orchestrator.cli import main
+result = {"code": main(["--help"]), "count": len(sys.modules)}
+"""
+    )
+    assert result["code"] == 0
+    assert isinstance(result["count"], int) and result["count"] < 400
 
 
 def imports(path: Path) -> set[str]:
