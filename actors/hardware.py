@@ -163,8 +163,8 @@ def choose_backend(
     """The link that weights travel over here: two or more GPUs nccl, one ipc, none gloo.
 
     ``requested`` overrides; None or ``auto`` does not. A native backend needs what its kin
-    needs. ConfigError for an unknown name, a
-    GPU backend without the GPUs it needs, and batch invariance where there is none.
+    needs. ConfigError for an unknown name, a GPU backend without the GPUs it needs, and batch
+    invariance where there is none.
     """
     if batch_invariant and (n_gpus == 0 or rocm):
         raise ConfigError(

@@ -35,7 +35,7 @@ from actors.hardware import choose_backend, split_backend
 from orchestrator.config import Settings
 from orchestrator.context import operation
 from orchestrator.cycle import SwapCycle, stall_stats
-from orchestrator.errors import EXIT_INTERRUPTED, MidflightError
+from orchestrator.errors import EXIT_INTERRUPTED, MidflightError, ValidationFailed
 from orchestrator.fleet import Fleet
 from orchestrator.machine import Guard, SwapMachine, Trigger
 from orchestrator.options import SwapOptions, ValidationOptions
@@ -47,10 +47,11 @@ from orchestrator.types import (
     PhaseSeconds,
     PolicyVersion,
     TransferBackend,
+    Verdict,
     WeightUpdate,
     route,
 )
-from orchestrator.validation import Validator
+from orchestrator.validation import Validator, explain
 
 SCHEMA = 2
 DECODE_TOKENS = {"cpu": 192, "gpu": 768}
@@ -197,10 +198,14 @@ class Bench:
             method.add(report.seconds, report.stalls, in_flight, stage_s, report.validate_s)
 
     async def theirs(self, method: Method | None, sleep_s: float) -> None:
-        """One swap the naive way; no digest is asked for."""
-        update, _, stage_s = await self.update()
+        """One swap the naive way; digests are checked after it: nothing moved is not fast."""
+        update, sent, stage_s = await self.update()
         with operation(sync_id=update.sync_id, version=update.version):
             done = await naive.naive_swap(self.fleet, self.trainer, update, sleep_s)
+            checked = await self._validator.digest(update, sent, self.nbytes)
+        if checked.verdict is not Verdict.MATCH:
+            raise ValidationFailed(explain(checked))
+        self.digests_matched += 1
         if method is not None:
             in_flight = sum(a.requests_in_flight for a in done.acks)
             method.add(done.seconds, done.stalls, in_flight, stage_s)

@@ -46,7 +46,7 @@ def test_the_benchmark_measures_backends_side_by_side_and_the_ceiling(tmp_path: 
     assert [m["name"] for m in result["methods"]] == names
     assert [m["swaps"] for m in result["methods"]] == [3, 1, 1, 3]
     ours, awake, naive, staged = result["methods"]
-    assert result["digests_matched"] >= 2 * (3 + 1)
+    assert result["digests_matched"] >= 2 * (3 + 1) + 2
     for method in result["methods"]:
         assert method["stall_s"]["count"] == sum(len(s["stalls"]) for s in method["samples"]) > 0
     # The naive way sleeps: no noise of this machine makes that shorter.
