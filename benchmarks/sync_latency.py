@@ -210,10 +210,9 @@ class Bench:
             in_flight = sum(a.requests_in_flight for a in done.acks)
             method.add(done.seconds, done.stalls, in_flight, stage_s)
 
-    async def bring(self) -> None:
-        """Bring bytes to the engine while it decodes, and commit nothing."""
+    async def bring(self, update: WeightUpdate) -> None:
+        """Bring the trainer's snapshot to the engine while it decodes, and commit nothing."""
         assert self._cycle is not None
-        update, _, _ = await self.update()
         with operation(sync_id=update.sync_id, version=update.version):
             await self._cycle.prefetch(update)
 
@@ -356,7 +355,10 @@ async def swaps(
 async def speed(
     bench: Bench, decoding: Any, name: str, staged: bool, requests: int
 ) -> dict[str, Any]:
-    """Tokens a second without swaps, with one a second and, staged, while bytes always arrive."""
+    """Tokens a second without swaps, with one a second and, staged, while bytes always arrive.
+
+    Of the last only the transfer counts: the trainer takes its snapshot once, before it.
+    """
     seconds = bench.options.window
 
     async def nothing() -> None:
@@ -373,7 +375,10 @@ async def speed(
     await window(nothing)  # warm
     before = await window(nothing)
     swapping = await window(swap)
-    staging = await window(bench.bring) if staged else None
+    staging = None
+    if staged:
+        update, _, _ = await bench.update()
+        staging = await window(lambda: bench.bring(update))
     after = await window(nothing)
     without = (before + after) / 2
     return {

@@ -16,7 +16,7 @@ import torch
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import ChannelSpec, TensorSpec, TransferBackend, TransferStats, WeightUpdate
 
-from .digest import check_tensor, digest_all
+from .digest import Digester, check_tensor, digester
 from .layout import Layout, dtype_name, dtype_of, view
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -45,6 +45,7 @@ class Sender(ABC):
                 raise TransferError(f"wire dtype {wire_dtype} is not a floating-point dtype")
         self._layout: Layout | None = None
         self._buffer: torch.Tensor | None = None
+        self._digester: Digester | None = None
         self._staged = False
         self._home = torch.device("cpu")
 
@@ -90,7 +91,9 @@ class Sender(ABC):
         if missing is not None:
             raise TransferError(f"tensor {missing.spec.name!r} of the manifest was not yielded")
         self._settle()
-        digests = digest_all(layout.views(buffer))
+        if self._digester is None:
+            self._digester = digester(layout.views(buffer))
+        digests = self._digester.digests()
         self._staged = True
         return digests
 
@@ -103,7 +106,7 @@ class Sender(ABC):
 
         For a trainer that gives its memory away between syncs. Not while a swap is under way.
         """
-        self._buffer = None
+        self._buffer = self._digester = None
         self._staged = False
 
     @abstractmethod

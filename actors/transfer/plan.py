@@ -20,10 +20,12 @@ import torch
 from orchestrator.errors import TransferError
 from orchestrator.types import TensorSpec
 
+from . import runs
 from .coverage import coverage_of
 from .layout import dtype_name, dtype_of
 from .recorder import Copy, NoPlan, Recorder, Unfit, unchanged
 from .region import Region
+from .runs import Pair, Runs
 
 __all__ = ["Bound", "Copy", "LoadPlan", "NoPlan", "Region", "Unfit"]
 
@@ -67,6 +69,11 @@ class LoadPlan:
             parameters=tuple(_addresses(model)),
         )
 
+    @property
+    def widens(self) -> bool:
+        """The model holds some tensors in more bits than the checkpoint."""
+        return any(copy.target.dtype != copy.dtype for copy in self.copies)
+
     def fits(self) -> bool:
         """Whether the model's parameters are still where they were. Record anew if not.
 
@@ -104,11 +111,15 @@ class LoadPlan:
 class Bound:
     """A plan with its sources. Not for two threads at once."""
 
-    def __init__(self, pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, pairs: Iterator[Pair]) -> None:
         # One kernel takes tensors of one pair of dtypes and devices with equal strides; a single
         # other one in the list would make torch copy all of them one by one.
         batches: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        plain: dict[torch.device, list[Pair]] = {}
         for target, source in pairs:
+            if runs.usable(target.device) and runs.fits(target, source):
+                plain.setdefault(target.device, []).append((target, source))
+                continue
             alike = target.is_contiguous() and source.is_contiguous()
             if alike:
                 target, source = target.view(-1), source.view(-1)
@@ -117,10 +128,13 @@ class Bound:
             targets.append(target)
             sources.append(source)
         self._batches = tuple(batches.values())
+        self._runs = [Runs(found) for found in plain.values()]
 
     @torch.no_grad()
     def run(self) -> None:
         """Copy. On a GPU: enqueued on the current stream, not waited for."""
+        for found in self._runs:
+            found.run()
         for targets, sources in self._batches:
             torch._foreach_copy_(targets, sources)
 

@@ -14,7 +14,7 @@ from actors import vllm_compat
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import TensorSpec
 
-from .digest import Part, parts_of
+from .digest import Digester, Part, parts_of
 from .layout import Layout
 from .plan import LoadPlan, NoPlan, Unfit
 
@@ -30,6 +30,7 @@ class Planned:
         self._specs: tuple[TensorSpec, ...] = ()
         self._plan: LoadPlan | None = None
         self._proven = False
+        self._digester: Digester | None = None
 
     @property
     def proven(self) -> LoadPlan | None:
@@ -57,6 +58,7 @@ class Planned:
     def forget(self, reason: str) -> None:
         """There is no plan any more."""
         self._plan, self._proven, self._reason = None, False, reason
+        self._digester = None
 
     def record(self, layout: Layout) -> None:
         """Make a plan for ``layout``, unless there is one for it already.
@@ -117,7 +119,10 @@ class Planned:
             raise TransferError(f"what the model holds cannot be read back: {self._reason}")
         if not plan.fits():
             raise TransferError("the model's parameters are not where the update was put")
-        return parts_of(plan.live(), self._shapes())
+        digester = self._digester or Digester(plan.live(), self._shapes())
+        if not plan.widens:  # else it reads copies, made now
+            self._digester = digester
+        return digester.parts()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {spec.name: spec.shape for spec in self._specs}

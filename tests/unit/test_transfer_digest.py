@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.transfer import digest as module
-from actors.transfer.digest import Part, coverage, digest, digest_all, part, parts_of, whole
-from actors.transfer.region import Region, grid, row_major
+from actors.transfer import factors, sums
+from actors.transfer.digest import Part, coverage, digest, digest_all, parts_of, whole
+from actors.transfer.region import Region, Shape, grid, row_major
 from orchestrator.errors import TransferError
 
 DTYPES = [
@@ -42,6 +42,10 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
     return raw.to(torch.uint8).view(dtype).view(shape)
 
 
+def part(tensor: torch.Tensor, region: Region, shape: Shape) -> Part:
+    return parts_of([("w", region, tensor)], {"w": shape})["w"]
+
+
 def mixed(seed: int, index: int) -> int:
     """Splitmix64, made odd."""
     z = (index * 0x9E3779B97F4A7C15 + seed) & MASK
@@ -59,8 +63,8 @@ def by_hand(tensor: torch.Tensor) -> str:
     words = matrix.view(torch.int32 if wide else kind).tolist()
     total = 0
     for r, row in enumerate(words):
-        inner = sum(mixed(module._COLUMNS, c) * x for c, x in enumerate(row))
-        total += mixed(module._ROWS, r) * inner
+        inner = sum(mixed(factors.COLUMNS, c) * x for c, x in enumerate(row))
+        total += mixed(factors.ROWS, r) * inner
     return f"{total & MASK:016x}"
 
 
@@ -159,7 +163,7 @@ def test_the_fast_way_and_the_slow_way_agree(data: st.DataObject) -> None:
     region = Region(int(view.storage_offset()), tuple(view.shape), view.stride())
     expected = part(view, region, shape), coverage(region, shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "grid", lambda *_: None)
+        patch.setattr(sums, "grid", lambda *_: None)
         assert (part(view, region, shape), coverage.__wrapped__(region, shape)) == expected
 
 
@@ -197,15 +201,15 @@ def test_runs_may_begin_and_end_inside_rows(cuts: tuple[int, int]) -> None:
 def test_long_rows_and_large_tables_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [random((5, 37), torch.float64), random((91,), torch.bfloat16)]
     expected = [digest("w", tensor) for tensor in tensors]
-    monkeypatch.setattr(module, "_HOST_CHUNK", 8)
-    monkeypatch.setattr(module, "_CACHED", 4)
+    monkeypatch.setattr(sums, "_HOST_CHUNK", 8)
+    monkeypatch.setattr(factors, "_CACHED", 4)
     assert [digest("w", tensor) for tensor in tensors] == expected
 
 
 def test_threads_do_not_disturb_each_other() -> None:
     tensors = {f"w{i}": random((64, 32 + i), torch.bfloat16, i) for i in range(16)}
     expected = digest_all(tensors.items())
-    module._table.cache_clear()
+    factors._table.cache_clear()
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda _: digest_all(tensors.items()) == expected, range(16)))
 
