@@ -14,13 +14,12 @@ All state lives in one home loop (see ``home``). Calls that change the replica r
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
-from orchestrator.errors import EngineError, MidflightError, PhaseTimeout, SyncError
+from orchestrator.errors import EngineError
 from orchestrator.protocols import FirstTokens
 from orchestrator.types import (
     ChannelSpec,
@@ -33,12 +32,12 @@ from orchestrator.types import (
     PauseAck,
     PauseMode,
     PhaseTimeouts,
-    State,
     Swapped,
     TransferStats,
     WeightUpdate,
 )
 
+from . import one_call
 from .core import Core
 from .engine_settings import EngineSettings
 from .home import HomeLoop, at_home
@@ -169,7 +168,7 @@ class EngineActor:
             self._core.running()
             if not self._requests.idle:
                 raise EngineError(self.name, "an update needs a paused replica: pause it first")
-            await self._weights.start(update)
+            self._weights.start(update)
 
     @at_home
     async def receive_update(self, ctx: OpContext, update: WeightUpdate) -> TransferStats:
@@ -193,57 +192,19 @@ class EngineActor:
     async def swap(self, ctx: OpContext, update: WeightUpdate, timeouts: PhaseTimeouts) -> Swapped:
         """Pause, apply what was prefetched, set the version and resume.
 
-        SyncError names the phase that failed; in PAUSING the replica was told to go on as it was.
-        A cancel ends it where it is: half-applied weights cannot be resumed.
+        See :func:`actors.one_call.swap`.
         """
-        requests, weights = self._requests, self._weights
         async with self._alone(ctx):
-            began = time.perf_counter()
-            try:
-                async with self._phase(State.PAUSING, timeouts.pausing):
-                    weights.must_have(update)
-                    ack = await requests.pause(update.pause_mode, update.kv_policy, update.sync_id)
-            except SyncError:
-                # The pause outranks what this may raise; its caller resumes once more.
-                with contextlib.suppress(MidflightError):
-                    async with self._phase(State.RESUMING, timeouts.resuming):
-                        await requests.resume()
-                raise
-            idle = time.perf_counter()
-            async with self._phase(State.SYNCING, timeouts.syncing):
-                await weights.start(update)
-                stats = await weights.receive(update)
-                usable = time.perf_counter()
-                await weights.finish(update)
-            whole = time.perf_counter()
-            async with self._phase(State.RESUMING, timeouts.resuming):
-                await requests.resume()
-            ended = time.perf_counter()
-        return Swapped(
-            ack,
-            stats,
-            quiesce=idle - began,
-            transfer=usable - idle,
-            finalize=whole - usable,
-            resume=ended - whole,
-        )
-
-    @asynccontextmanager
-    async def _phase(self, state: State, seconds: float) -> AsyncIterator[None]:
-        """A part of :meth:`swap` with a budget of its own; its errors say where they came."""
-        budget = asyncio.timeout(seconds)
-        try:
-            async with budget:
-                yield
-        except Exception as error:
-            late = PhaseTimeout(state.value, seconds, f"engine {self.name}")
-            why = late if budget.expired() else error
-            raise SyncError(state.value, str(why) or type(why).__name__) from error
+            return await one_call.swap(self._core, self._weights, self._requests, update, timeouts)
 
     @at_home
     async def wait_first_tokens(self, ctx: OpContext, update: WeightUpdate) -> FirstTokens:
         """Wait until every request that was writing at the pause has written again or ended."""
-        return await self._requests.first_tokens(update.sync_id)
+        tokens = await self._requests.first_tokens(update.sync_id)
+        if update.at_hand:
+            # Only now: asked any earlier, the engine core would wait for the copy before it steps.
+            tokens = replace(tokens, transfer=await self._weights.device_seconds())
+        return tokens
 
     @at_home
     async def digests(self, ctx: OpContext, update: WeightUpdate) -> dict[str, str]:

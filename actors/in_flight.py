@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from orchestrator.errors import EngineError, MidflightError
@@ -17,12 +18,14 @@ from orchestrator.types import (
     KVPolicy,
     PauseAck,
     PauseMode,
+    PolicyVersion,
+    WeightUpdate,
 )
 
 from . import vllm_compat
 from .core import Core
 from .gate import Gate
-from .ledger import Ledger, Live
+from .ledger import Ledger, Live, Swap
 from .reporting import ActorReporter
 from .texts import cut_text
 from .weights import Weights
@@ -101,10 +104,8 @@ class Requests:
         if stream is None:
             raise EngineError(self._core.name, "the replica was told to end its requests")
         async with self._closing(stream):
-            logprobs: Any = None
-            async for output in stream.outputs():
-                logprobs = output.prompt_logprobs
-            return vllm_compat.prompt_logprobs(prompt, logprobs)
+            final = await stream.listen()
+            return vllm_compat.prompt_logprobs(prompt, final.prompt_logprobs)
 
     async def wait_for_tokens(self, threshold: int, among: Collection[str] | None) -> int:
         """Wait until a live request (of ``among``) has ``threshold`` tokens; how many live."""
@@ -139,8 +140,7 @@ class Requests:
         self._weights.must_be_whole()
         if not self.paused:
             return
-        if self._ledger.swap is not None:
-            self._ledger.swap.resumed(time.perf_counter())
+        self._ledger.resumed(time.perf_counter())
         await self._core.or_death(vllm_compat.resume(llm))
         self._ack = None
         self._gate.open()
@@ -151,6 +151,27 @@ class Requests:
         if swap is None or swap.sync_id != sync_id:
             raise EngineError(self._core.name, f"it was not paused for {sync_id}")
         return await self._core.or_death(swap.first_tokens())
+
+    # a swap inside the engine core
+
+    async def hold(self) -> None:
+        """Hold new requests back, and wait for those that are on their way to the engine."""
+        await self._gate.shut()
+
+    def expect(self, update: WeightUpdate) -> Swap:
+        """The engine core is about to swap."""
+        return self._ledger.expect(update.sync_id, update.version)
+
+    def swapped(self, swap: Swap, resumed_at: float, in_flight: int) -> PauseAck:
+        """It has; requests go on. ``resumed_at``: of the engine core, ``perf_counter`` seconds."""
+        swap.settle(self._ledger.live.values(), resumed_at)
+        self._gate.open()
+        self._reporter.info("swapped", requests=in_flight, writing=len(swap.frozen))
+        return PauseAck(self._core.name, in_flight)
+
+    def not_swapped(self, swap: Swap) -> None:
+        """It has not; the requests are held until :meth:`resume`."""
+        self._ledger.forget(swap)
 
     # inside
 
@@ -169,18 +190,19 @@ class Requests:
             self._ledger.add(live)
             self._streams[rid] = stream
             try:
-                final: Any = None
-                # No race with death per token: the core puts the error into every open stream.
-                async for output in stream.outputs():
-                    final = output.outputs[0]
-                    ids = list(final.token_ids)
-                    if ids:
-                        chosen = vllm_compat.chosen_logprobs(ids, final.logprobs)
-                        self._ledger.wrote(live, ids, chosen, time.perf_counter())
-                return self._completion(live, final)
+                # No race with death: the core puts the error into every open stream.
+                final = await stream.listen(partial(self._wrote, live))
+                return self._completion(live, final.outputs[0])
             finally:
                 self._streams.pop(rid, None)
                 self._ledger.remove(live)
+
+    def _wrote(self, live: Live, output: Any, version: PolicyVersion | None) -> None:
+        part = output.outputs[0]
+        ids = list(part.token_ids)
+        if ids:
+            chosen = vllm_compat.chosen_logprobs(ids, part.logprobs)
+            self._ledger.wrote(live, ids, chosen, time.perf_counter(), version)
 
     def _completion(self, live: Live, final: Any) -> Completion:
         found = vllm_compat.spans(final.weight_versions, len(live.token_ids))

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from orchestrator.protocols import FirstTokens
-from orchestrator.types import GenerationRequest, Stall
+from orchestrator.types import GenerationRequest, PolicyVersion, Stall
+
+RECENT = 63
+"""Outputs of a request that its usual gap is the median of: taken of all requests in a stall."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,8 +28,10 @@ class Live:
     logprobs: list[float] = field(default_factory=list)
     last_at: float | None = None
     """When it wrote last."""
-    gaps: list[float] = field(default_factory=list)
-    """Seconds a token, one entry an output, without those that span a swap."""
+    version: PolicyVersion | None = None
+    """Of what it wrote last, where that is known."""
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Seconds a token, one entry an output, without those that span a swap; the latest ones."""
     stalls: list[Stall] = field(default_factory=list)
     """What each swap it went through cost it."""
 
@@ -36,41 +42,65 @@ class Live:
 
 
 class Swap:
-    """One pause and what the requests that were writing saw of it."""
+    """One pause and what the requests that were writing saw of it.
 
-    def __init__(self, sync_id: str, frozen: Iterable[Live]) -> None:
+    Where the engine core swaps by itself (``version``) nobody knows when it pauses: until the swap
+    is :meth:`settle`-d, a request's first token of that version shows that it has gone through.
+    """
+
+    def __init__(
+        self, sync_id: str, frozen: Iterable[Live], version: PolicyVersion | None = None
+    ) -> None:
+        """``frozen``: requests that the pause found, as far as that is known."""
         self.sync_id = sync_id
-        self.frozen = [live for live in frozen if live.last_at is not None]
-        self._waiting = set(self.frozen)
-        medians = [m for live in self.frozen if (m := live.median_gap) is not None]
-        self._usual_gap = statistics.median(medians) if medians else 0.0
-        """Stands in where a request wrote too little to have a median of its own."""
+        self.version = version
+        self._settled = version is None
+        self._through: set[Live] = set()
         self._stalls: list[float] = []
         self._resumed_at: float | None = None
-        self._first: float | None = None
+        self._first_at: float | None = None
         self._all_seen = asyncio.Event()
-        self._check()
+        self._freeze(frozen)
 
     @property
     def all_seen(self) -> bool:
         """Nobody is waited for."""
         return self._all_seen.is_set()
 
+    @property
+    def settled(self) -> bool:
+        """It is known which requests it found."""
+        return self._settled
+
     def resumed(self, now: float) -> None:
         """The replica was told to go on. Only the first call counts."""
         if self._resumed_at is None:
             self._resumed_at = now
 
-    def wrote(self, live: Live, now: float) -> bool:
+    def settle(self, live: Iterable[Live], resumed_at: float) -> None:
+        """The engine core has swapped; ``live``: all requests there are now."""
+        self._settled = True
+        self.resumed(resumed_at)
+        self._freeze(
+            one for one in live if one not in self._through and one.version != self.version
+        )
+
+    def wrote(self, live: Live, now: float, version: PolicyVersion | None) -> bool:
         """``live`` wrote; True if that was its first token after the swap."""
-        if self._resumed_at is None or live not in self._waiting or live.last_at is None:
+        if live.last_at is None:
             return False
-        if self._first is None:
-            self._first = now - self._resumed_at
+        if self._settled:
+            if self._resumed_at is None or live not in self._waiting:
+                return False
+        elif version != self.version or live.version == self.version:
+            return False
+        if self._first_at is None:
+            self._first_at = now
         gap = live.median_gap
         seconds = now - live.last_at - (self._usual_gap if gap is None else gap)
         live.stalls.append(Stall(self.sync_id, max(0.0, seconds)))
         self._stalls.append(live.stalls[-1].seconds)
+        self._through.add(live)
         self.ended(live)
         return True
 
@@ -82,10 +112,21 @@ class Swap:
     async def first_tokens(self) -> FirstTokens:
         """Wait until every request that was writing has written again or ended."""
         await self._all_seen.wait()
-        return FirstTokens(seconds=self._first, stalls=tuple(self._stalls))
+        first = None
+        if self._first_at is not None and self._resumed_at is not None:
+            first = max(0.0, self._first_at - self._resumed_at)
+        return FirstTokens(seconds=first, stalls=tuple(self._stalls))
+
+    def _freeze(self, live: Iterable[Live]) -> None:
+        self.frozen = [one for one in live if one.last_at is not None]
+        self._waiting = set(self.frozen)
+        medians = [m for one in self.frozen if (m := one.median_gap) is not None]
+        self._usual_gap = statistics.median(medians) if medians else 0.0
+        """Stands in where a request wrote too little to have a median of its own."""
+        self._check()
 
     def _check(self) -> None:
-        if not self._waiting:
+        if self._settled and not self._waiting:
             self._all_seen.set()
 
 
@@ -109,14 +150,23 @@ class Ledger:
         for swap in self._unseen:
             swap.ended(live)
 
-    def wrote(self, live: Live, token_ids: list[int], logprobs: list[float], now: float) -> None:
-        """``live`` wrote ``token_ids`` (one or more, received together)."""
+    def wrote(
+        self,
+        live: Live,
+        token_ids: list[int],
+        logprobs: list[float],
+        now: float,
+        version: PolicyVersion | None = None,
+    ) -> None:
+        """``live`` wrote ``token_ids`` (one or more, received together) under ``version``."""
         if live.last_at is not None:
-            self._unseen = [swap for swap in self._unseen if not swap.all_seen]
+            if self._unseen:
+                self._unseen = [swap for swap in self._unseen if not swap.all_seen]
             # All of them: a request may have written nothing between two swaps.
-            if not any([swap.wrote(live, now) for swap in self._unseen]):
+            if not any([swap.wrote(live, now, version) for swap in self._unseen]):
                 live.gaps.append((now - live.last_at) / len(token_ids))
         live.last_at = now
+        live.version = version
         live.token_ids.extend(token_ids)
         live.logprobs.extend(logprobs)
         self._notice(live)
@@ -131,6 +181,26 @@ class Ledger:
         self.swap = Swap(sync_id, self.live.values())
         self._unseen.append(self.swap)
         return self.swap
+
+    def resumed(self, now: float) -> None:
+        """The replica was told to go on after its last pause."""
+        if self.swap is None:
+            return
+        if not self.swap.settled:
+            self.swap.settle(self.live.values(), now)
+        self.swap.resumed(now)
+
+    def expect(self, sync_id: str, version: PolicyVersion) -> Swap:
+        """The engine core is about to swap to ``version`` by itself."""
+        self.swap = Swap(sync_id, self.live.values(), version)
+        self._unseen.append(self.swap)
+        return self.swap
+
+    def forget(self, swap: Swap) -> None:
+        """It did not come to it."""
+        self._unseen.remove(swap)
+        if self.swap is swap:
+            self.swap = None
 
     async def wait_for_tokens(self, threshold: int, among: Collection[str] | None = None) -> int:
         """Wait until a live request (one of ``among``) has ``threshold`` tokens; how many live."""

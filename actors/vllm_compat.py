@@ -6,6 +6,9 @@ Nothing here imports vLLM before it is called. What is used beyond vLLM's public
 and why:
 
 - ``engine_core.pause_scheduler_async``: ``AsyncLLM.pause_generation`` adds a 20 ms sleep.
+- ``RequestOutputCollector.put``: to take tokens without a task of ours woken for each.
+- ``request_states[...].weight_version_starts``: the version of each token as it comes.
+- utility methods of the engine core, its loop and its pause: see ``core_swap``.
 - ``AsyncLLM.add_request``: returns when the request *is* with the engine core, which
   ``generate`` does not tell; a pause must know it.
 - ``output_processor``: after a SIGKILL of the engine core nothing wakes its waiters.
@@ -15,9 +18,10 @@ and why:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -128,19 +132,52 @@ def shutdown(llm: Any, timeout_s: float) -> None:
 # requests
 
 
+Heard = Callable[[Any, PolicyVersion | None], None]
+"""Takes an output, and the version that its tokens were written under, where that is known."""
+
+
 class Stream:
-    """One request that the engine core has. Close it in any case: it ends the request."""
+    """One request that the engine core has. Close it in any case: it ends the request.
+
+    Outputs are taken where vLLM hands them out, in its own task: a task of ours for each request,
+    woken for each token, took half of the frontend's time.
+    """
 
     def __init__(self, llm: Any, collector: Any) -> None:
         self._llm, self._collector = llm, collector
-        self._finished = False
+        self._state = llm.output_processor.request_states.get(collector.request_id)
+        self._hear: Heard | None = None
+        self._ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def outputs(self) -> AsyncIterator[Any]:
-        """Outputs as they come, deltas; several steps merged into one if we are slow."""
-        while not self._finished:
-            output = self._collector.get_nowait() or await self._collector.get()
-            self._finished = bool(output.finished)
-            yield output
+    async def listen(self, hear: Heard | None = None) -> Any:
+        """``hear`` each output, a delta, as it comes; returns the last one (vLLM's errors)."""
+        self._hear = hear
+        early, self._collector.output = self._collector.output, None
+        self._collector.put = self._put
+        if early is not None:
+            self._put(early)
+        # Shielded: vLLM still hands outputs to a request whose reader is gone.
+        return await asyncio.shield(self._ended)
+
+    def _put(self, output: Any) -> None:
+        """In place of the collector's own, which only wakes up a reader."""
+        if self._ended.done():
+            return
+        if isinstance(output, Exception):
+            self._ended.set_exception(output)
+            return
+        try:
+            if self._hear is not None:
+                self._hear(output, self._version())
+        except Exception as error:  # it is ours, and must not end the task that serves everybody
+            self._ended.set_exception(error)
+            return
+        if output.finished:
+            self._ended.set_result(output)
+
+    def _version(self) -> PolicyVersion | None:
+        starts = self._state.weight_version_starts if self._state is not None else ()
+        return parse_label(starts[-1][0]) if starts else None
 
     async def abort(self) -> None:
         """End the request in the engine; its last output still comes, with reason abort."""
@@ -148,8 +185,11 @@ class Stream:
 
     async def close(self) -> None:
         """Idempotent."""
-        if not self._finished:
-            self._finished = True
+        finished = self._ended.done() and self._ended.exception() is None
+        if not finished:
+            if not self._ended.done():
+                self._ended.set_exception(UnexpectedAnswer("the request was closed"))
+                self._ended.exception()  # nobody may be left to retrieve it
             await self.abort()
         self._collector.close()
 
@@ -264,8 +304,27 @@ async def pause(llm: Any, mode: PauseMode, kv: KVPolicy) -> None:
     ``clear_cache`` with mode keep preempts running requests, so that their KV is computed
     again under the new weights. After wait and abort nothing runs: the cache always goes.
     """
-    clear = mode is not PauseMode.KEEP or kv is KVPolicy.RECOMPUTE
-    await llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=clear)
+    await llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=_clears(mode, kv))
+
+
+async def swap(
+    llm: Any, mode: PauseMode, kv: KVPolicy, sync_id: str, version: PolicyVersion
+) -> dict[str, Any]:
+    """Pause, apply, set the version and resume inside the engine core: see ``core_swap``."""
+    clear = _clears(mode, kv)
+    answer: dict[str, Any] = await llm.engine_core.call_utility_async(
+        "midflight_swap", mode.value, clear, sync_id, str(version)
+    )
+    return answer
+
+
+async def withdraw(llm: Any, sync_id: str) -> bool:
+    """Take a :func:`swap` back; whether nothing of it was applied. The scheduler is paused then."""
+    return bool(await llm.engine_core.call_utility_async("midflight_withdraw", sync_id))
+
+
+def _clears(mode: PauseMode, kv: KVPolicy) -> bool:
+    return mode is not PauseMode.KEEP or kv is KVPolicy.RECOMPUTE
 
 
 async def resume(llm: Any) -> None:

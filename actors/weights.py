@@ -31,6 +31,8 @@ from .transfer.digest import Part, whole
 from .transfer.inbox import Invitation
 from .transfer.rendezvous import Rendezvous
 
+_State = Literal["clean", "receiving", "received", "dirty"]
+
 
 class Weights:
     """Weights of one replica. Its caller runs one of the changing calls at a time."""
@@ -41,8 +43,9 @@ class Weights:
         self._core = core
         self._swaps = swaps
         self._reporter = reporter
-        self._state: Literal["clean", "receiving", "received", "dirty"] = "clean"
+        self._state: _State = "clean"
         self._why_dirty = ""
+        self._before: tuple[_State, str] = ("clean", "")
         self._epoch = 0
         self._channel: Channel | None = None
         self._spec: ChannelSpec | None = None
@@ -140,12 +143,34 @@ class Weights:
                 f"update {update.sync_id} is not at hand at engine {self._core.name}: prefetch it"
             )
 
-    async def start(self, update: WeightUpdate) -> None:
+    def start(self, update: WeightUpdate) -> None:
         """From here on the weights are not to be served. The workers are not told yet."""
         self._core.running()
         self.must_have(update)
+        self._before = (self._state, self._why_dirty)
         self._state = "receiving"
         self._epoch += 1
+
+    def take_back(self) -> None:
+        """Nothing of what was started was applied: the weights are as they were."""
+        self._state, self._why_dirty = self._before
+
+    def applied(self, update: WeightUpdate, seconds: float) -> TransferStats:
+        """The engine core has applied what was started, and set the version, in ``seconds``."""
+        spec = self._receiving(update)
+        self._state, self.version = "clean", update.version
+        return TransferStats(spec.nbytes, seconds)
+
+    def spoiled(self, why: str) -> None:
+        """What was started was applied in part, or nobody knows."""
+        self._state, self._why_dirty = "dirty", why
+        self._reporter.error("update failed", reason=why)
+
+    async def device_seconds(self) -> float | None:
+        """What the last copy took on the devices, where that is known; waits for its end."""
+        llm = self._core.running()
+        found = await self._core.or_death(llm.collective_rpc("midflight_device_seconds"))
+        return max((seconds for seconds in found if seconds is not None), default=None)
 
     async def receive(self, update: WeightUpdate) -> TransferStats:
         """Receive every tensor, if it was not prefetched, and load it; usable on return."""
@@ -214,7 +239,5 @@ class Weights:
         try:
             yield
         except BaseException as error:
-            self._state = "dirty"
-            self._why_dirty = f"{why}: {str(error) or type(error).__name__}"
-            self._reporter.error("update failed", reason=self._why_dirty)
+            self.spoiled(f"{why}: {str(error) or type(error).__name__}")
             raise

@@ -42,6 +42,9 @@ class FirstTokens:
     """Resume to the first token of any request frozen by the pause; None when there was none."""
     stalls: tuple[float, ...]
     """One a request that was running at the pause and wrote a token after it (see ``Stall``)."""
+    transfer: float | None = None
+    """What bringing the update into the model took on the device, where that went on while the
+    engine resumed."""
 
 
 @runtime_checkable

@@ -396,6 +396,7 @@ class PhaseSeconds:
 
     quiesce: float
     transfer: float
+    """Until the data is usable. Where the engine resumed meanwhile: the device's seconds."""
     finalize: float
     resume: float
     first_token: float | None

@@ -1,7 +1,8 @@
 """Work that a worker does on a thread of its own while its model goes on decoding.
 
-On a GPU the work has a stream of its own too, and counts as done when the device is done with
-it: whoever uses its result needs no event.
+On a GPU the work has a stream of its own too. It begins when the device has done what the model's
+stream was given before, and counts as done when the device is done with it: whoever uses its
+result needs no event.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ class Aside:
         ``done`` gets its answer, or ``{"error": words}``.
         """
         before = self._thread
+        queued = None
+        if self._device.type == "cuda":
+            queued = torch.cuda.current_stream(self._device).record_event()
 
         def run() -> None:
             if before is not None:
                 before.join()
             answer: Answer
             try:
-                with self._own_stream():
+                with self._own_stream(queued):
                     answer = work() or {}
             except Exception as error:
                 answer = {"error": str(error) or type(error).__name__}
@@ -60,12 +64,14 @@ class Aside:
             thread.join()
 
     @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        if self._device.type != "cuda":
+    def _own_stream(self, queued: torch.cuda.Event | None) -> Iterator[None]:
+        if queued is None:
             yield
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # What is read, overwritten or unmapped here may be in use by a copy that was only queued.
+        queued.synchronize()
         try:
             with torch.cuda.stream(self._stream):
                 yield

@@ -17,6 +17,7 @@ Errors cross vLLM's RPC as text: see ``wire_errors``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._reloading = False
         self._loaded = False
         self._current = ""
+        self._copied: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     # vLLM's lifecycle
 
@@ -182,10 +184,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
     def replay(self, sync_id: str) -> bool:
         """Apply the update by the load plan; False, and nothing done, where there is none yet.
 
-        Returns when the data is usable. On any error the channel is left.
+        Of an update that is at hand the copies are only queued on the device, before whatever the
+        model does next; else they are there on return. On any error the channel is left.
         """
         inbox = self._opened()
         inbox.aside.finish()
+        self._copied = None
         plan = self._planned.proven
         if plan is None or self._reloading or isinstance(inbox, NativeInbox):
             if not inbox.holds:
@@ -195,8 +199,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
                 )
             return False
         try:
-            inbox.deliver(plan, sync_id)
-            self._synchronize()
+            with self._timing():
+                inbox.deliver(plan, sync_id)
+            if not inbox.at_hand:
+                self._synchronize()
         except TransferError as error:
             self.leave(str(error))
             raise
@@ -206,6 +212,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             raise problem from error
         return True
 
+    def device_seconds(self) -> float | None:
+        """What the copies of the last :meth:`replay` took there; waits for their end. None: CPU."""
+        if self._copied is None:
+            return None
+        began, ended = self._copied
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+
     def forget(self) -> None:
         """The update is over, unfinished; what the model holds now is not to be served."""
         self._loaded = False
@@ -214,6 +228,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         """Close the channel for all its members. Idempotent."""
         inbox, self._inbox = self._inbox, None
         if inbox is not None:
+            self.device_seconds()  # its memory may still be read
             inbox.leave(f"rank {inbox.rank}: {reason}")
 
     @wire_errors
@@ -237,6 +252,18 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         if self._inbox is None:
             raise ChannelError("no channel is open at this worker: open one (again)")
         return self._inbox
+
+    @contextlib.contextmanager
+    def _timing(self) -> Iterator[None]:
+        """Note what is queued on the model's stream by the block."""
+        if self.device.type != "cuda":
+            yield
+            return
+        began, ended = torch.cuda.Event(True), torch.cuda.Event(True)  # type: ignore[no-untyped-call]
+        began.record()
+        yield
+        ended.record()
+        self._copied = began, ended
 
     def _synchronize(self) -> None:
         if self.device.type != "cpu":

@@ -39,6 +39,11 @@ class WorkerExtension:
             self.update_weights({"sync_id": sync_id})
             self.finish_weight_update()
 
+    def midflight_device_seconds(self) -> float | None:
+        """What the last replayed plan took on the device (see Receiver.device_seconds)."""
+        found: float | None = self.weight_transfer_engine.device_seconds()
+        return found
+
     def midflight_close(self) -> None:
         """Leave the channel. What the model holds stays as it is."""
         if self.weight_transfer_engine is not None:

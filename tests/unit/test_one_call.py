@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
+from actors import core_swap
 from actors.core import Core
 from actors.engine import EngineActor
 from actors.engine_settings import EngineSettings
@@ -29,7 +32,7 @@ from orchestrator.types import (
     TransferBackend,
     WeightUpdate,
 )
-from tests.harness import at_suspension, now
+from tests.harness import now
 
 TIMEOUTS = PhaseTimeouts(pausing=3, syncing=12, resuming=6)
 UPDATE = WeightUpdate(
@@ -47,47 +50,95 @@ SPEC = ChannelSpec(
 )
 
 
-class FakeLLM:
-    """The few calls of vLLM that a swap makes, in the order they came."""
+WAKEUP = ("wakeup", None)
+
+
+class FakeCore:
+    """vLLM's engine core as far as ``core_swap`` knows it."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.engine_core = self
-        self.outputs_queue: asyncio.Queue[object] = asyncio.Queue()
         self.paused = False
         self.mixed = False
         """Some of the new weights are there, or nobody knows."""
-        self.broken: dict[str, BaseException | None] = {}
-        """What a call raises after its first half; None: it hangs there."""
+        self.broken: dict[str, Exception] = {}
+        """What a call raises."""
+        self.scheduler = self.model_executor = self
+        self.input_queue: queue.Queue[object] = queue.Queue()
+        self.idle: Future[None] = Future()
 
-    async def _call(self, name: str) -> None:
+    def _call(self, name: str) -> None:
         self.calls.append(name)
-        await asyncio.sleep(0.001)
         if name in self.broken:
-            error = self.broken.pop(name)
-            if error is None:
-                await asyncio.Event().wait()
-            else:
-                raise error
-        await asyncio.sleep(0.001)
+            raise self.broken.pop(name)
 
-    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None]:
         self.paused = True
-        await self._call("pause")
+        self._call("pause")
+        self.idle = Future()
+        return self.idle
 
-    async def resume_scheduler_async(self) -> None:
-        await self._call("resume")
+    def resume_scheduler(self) -> None:
+        self._call("resume")
         assert not self.mixed, "mixed weights serve"
         self.paused = False
 
-    async def set_weight_version_async(self, version: str) -> None:
-        await self._call("version")
+    def get_request_counts(self) -> tuple[int, int]:
+        return 3, 1
+
+    def set_weight_version(self, version: str) -> None:
+        self._call("version")
         self.mixed = False
 
-    async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[None]:
+    def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[None]:
+        assert method == "midflight_apply"
         self.mixed = True
-        await self._call("apply")
+        self._call("apply")
         return [None]
+
+
+core_swap.install(FakeCore, WAKEUP)
+
+
+class FakeLLM:
+    """The calls that an actor makes, answered by the one loop of a fake engine core."""
+
+    def __init__(self) -> None:
+        self.core = FakeCore()
+        self.engine_core = self
+        self.step_s = 0.001
+        """What the step takes that is under way at the pause."""
+        self.hangs = ""
+        """The loop hangs in this: ``step`` answers others, ``apply`` nobody."""
+        self._turn = asyncio.Lock()
+
+    async def call_utility_async(self, method: str, *args: object) -> object:
+        async with self._turn:
+            await asyncio.sleep(0.001)
+            answer = getattr(self.core, method)(*args)
+        if isinstance(answer, Future):
+            if not answer.done():
+                await self._step()
+            answer = await asyncio.wrap_future(answer)
+        await asyncio.sleep(0.001)
+        return answer
+
+    async def _step(self) -> None:
+        if self.hangs == "step":
+            return
+        async with self._turn:
+            await asyncio.sleep(self.step_s)
+            if self.hangs == "apply":
+                self.core.calls.append("apply")
+                self.core.mixed = True
+                await asyncio.Event().wait()
+            self.core.idle.set_result(None)
+            assert self.core.input_queue.get_nowait() == WAKEUP, "the loop waits for input"
+
+    async def resume_scheduler_async(self) -> None:
+        await asyncio.sleep(0.001)
+        self.core.resume_scheduler()
+        await asyncio.sleep(0.001)
 
 
 class Actor:
@@ -100,15 +151,29 @@ class Actor:
         reporter = ActorReporter("e")
         core = Core("e", settings, reporter, asyncio.get_running_loop())
         self.llm = core._llm = FakeLLM()
+        self.core = self.llm.core
         self.weights = Weights(core, settings.swaps, reporter)
         self.weights._channel, self.weights._spec = cast(Channel, object()), SPEC
         self.weights._fetched = UPDATE.sync_id
         self.requests = Requests(core, self.weights, reporter)
+        self.actor._core = core
         self.actor._weights, self.actor._requests = self.weights, self.requests
 
     async def swap(self, update: WeightUpdate = UPDATE) -> Swapped:
         swap = cast(Any, EngineActor.swap).__wrapped__
         return cast(Swapped, await swap(self.actor, OpContext(), update, TIMEOUTS))
+
+    async def left(self, version: int, paused: bool, whole: bool) -> None:
+        """Check how it was left; whole weights can be resumed, others are not."""
+        assert (self.weights.version, self.requests.paused) == (version, paused)
+        assert self.must_be_whole() is whole
+        if whole:
+            await self.requests.resume()
+            assert not self.core.paused
+        else:
+            with pytest.raises(EngineError, match="half applied"):
+                await self.requests.resume()
+            assert self.core.paused
 
     def must_be_whole(self) -> bool:
         try:
@@ -123,11 +188,11 @@ async def actor() -> AsyncIterator[Actor]:
     yield Actor()
 
 
-async def test_it_is_four_calls_of_vllm_and_each_phase_is_timed(actor: Actor) -> None:
+async def test_it_is_one_call_of_vllm_and_each_phase_is_timed(actor: Actor) -> None:
     done = await actor.swap()
-    assert actor.llm.calls == ["pause", "apply", "version", "resume"]
-    assert (actor.weights.version, actor.requests.paused, actor.llm.paused) == (1, False, False)
-    assert done.ack.engine == "e"
+    assert actor.core.calls == ["pause", "apply", "version", "resume"]
+    assert (actor.weights.version, actor.requests.paused, actor.core.paused) == (1, False, False)
+    assert (done.ack.engine, done.ack.requests_in_flight) == ("e", 4)
     assert done.stats.nbytes == SPEC.nbytes
     assert min(done.quiesce, done.transfer, done.finalize, done.resume) > 0
 
@@ -136,20 +201,19 @@ async def test_an_update_that_is_not_at_hand_costs_no_pause(actor: Actor) -> Non
     with pytest.raises(SyncError, match="s2 is not at hand") as caught:
         await actor.swap(replace(UPDATE, sync_id="s2"))
     assert caught.value.phase == "PAUSING"
-    assert "pause" not in actor.llm.calls and "apply" not in actor.llm.calls
+    assert actor.core.calls == []
     assert (actor.requests.paused, actor.must_be_whole()) == (False, True)
 
 
 FAILURES = (
     # call, phase, version after, paused after, whole after, what came after the failure
-    ("pause", "PAUSING", 0, False, True, ["resume"]),
+    ("pause", "PAUSING", 0, False, True, ["resume", "resume"]),
     ("apply", "SYNCING", 0, True, False, []),
     ("version", "SYNCING", 0, True, False, []),
     ("resume", "RESUMING", 1, True, True, []),
 )
 
 
-@pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize(("call", "phase", "version", "paused", "whole", "after"), FAILURES)
 async def test_a_failure_says_its_phase_and_leaves_what_is_promised(
     actor: Actor,
@@ -159,75 +223,92 @@ async def test_a_failure_says_its_phase_and_leaves_what_is_promised(
     paused: bool,
     whole: bool,
     after: list[str],
-    hangs: bool,
 ) -> None:
-    actor.llm.broken[call] = None if hangs else RuntimeError("no memory")
-    began = now()
-    words = f"{phase} took longer than .*engine e" if hangs else "engine e: RuntimeError: no mem"
-    with pytest.raises(SyncError, match=words) as caught:
+    actor.core.broken[call] = RuntimeError("no memory")
+    with pytest.raises(SyncError, match="engine e: RuntimeError: no memory") as caught:
         await actor.swap()
     assert caught.value.phase == phase
-    assert now() - began <= getattr(TIMEOUTS, phase.lower()) + 0.1
-    assert (actor.weights.version, actor.requests.paused) == (version, paused)
-    assert actor.must_be_whole() is whole
-    assert actor.llm.calls[actor.llm.calls.index(call) + 1 :] == after
-    if whole:
-        await actor.requests.resume()
-        assert not actor.llm.paused
-    else:
-        with pytest.raises(EngineError, match="half applied"):
-            await actor.requests.resume()
-        assert actor.llm.paused
+    assert actor.core.calls[actor.core.calls.index(call) + 1 :] == after
+    await actor.left(version, paused, whole)
+
+
+async def test_a_pause_that_takes_too_long_is_taken_back(actor: Actor) -> None:
+    actor.llm.hangs = "step"
+    began = now()
+    with pytest.raises(SyncError, match=r"PAUSING took longer than 3 s.*engine e") as caught:
+        await actor.swap()
+    assert caught.value.phase == "PAUSING"
+    assert now() - began <= TIMEOUTS.pausing + 0.1
+    actor.core.idle.set_result(None)  # the step ends after all, and nothing comes of it
+    assert actor.core.calls == ["pause", "resume"]
+    await actor.left(version=0, paused=False, whole=True)
+
+
+async def test_an_engine_core_that_says_nothing_is_given_up(actor: Actor) -> None:
+    actor.llm.hangs = "apply"
+    began = now()
+    with pytest.raises(SyncError, match=r"SYNCING took longer than 15 s.*engine e") as caught:
+        await actor.swap()
+    assert caught.value.phase == "SYNCING"
+    assert now() - began <= TIMEOUTS.pausing + TIMEOUTS.syncing + 0.1
+    assert "resume" not in actor.core.calls
+    await actor.left(version=0, paused=True, whole=False)
+
+
+async def test_what_was_done_before_it_could_be_taken_back_counts(actor: Actor) -> None:
+    actor.llm.step_s = TIMEOUTS.pausing + 1
+    await actor.swap()
+    assert actor.core.calls == ["pause", "apply", "version", "resume", "pause", "resume"]
+    await actor.left(version=1, paused=False, whole=True)
 
 
 async def test_a_pause_that_fails_and_cannot_be_taken_back_says_why_it_failed(
     actor: Actor,
 ) -> None:
-    actor.llm.broken |= {"pause": RuntimeError("no memory"), "resume": RuntimeError("gone")}
-    with pytest.raises(SyncError, match="no memory") as caught:
+    actor.llm.hangs = "step"
+    actor.core.broken["resume"] = RuntimeError("gone")
+    with pytest.raises(SyncError, match="PAUSING took longer") as caught:
         await actor.swap()
     assert caught.value.phase == "PAUSING"
     assert actor.requests.paused
     await actor.requests.resume()  # by its caller
-    assert not actor.llm.paused
+    assert not actor.core.paused
 
 
 async def test_a_whole_swap_heals_a_failed_one(actor: Actor) -> None:
-    actor.llm.broken["apply"] = RuntimeError("no memory")
+    actor.core.broken["apply"] = RuntimeError("no memory")
     with pytest.raises(SyncError):
         await actor.swap()
     actor.weights._fetched = "s2"
     await actor.swap(replace(UPDATE, sync_id="s2", version=PolicyVersion(2)))
-    assert (actor.weights.version, actor.llm.paused) == (2, False)
+    assert (actor.weights.version, actor.core.paused) == (2, False)
 
 
-async def test_a_cancel_at_any_await_never_resumes_mixed_weights() -> None:
+async def test_a_pause_that_is_taken_back_heals_nothing(actor: Actor) -> None:
+    actor.core.broken["apply"] = RuntimeError("no memory")
+    with pytest.raises(SyncError):
+        await actor.swap()
+    actor.weights._fetched, actor.llm.hangs = "s2", "step"
+    with pytest.raises(SyncError, match="PAUSING took longer"):
+        await actor.swap(replace(UPDATE, sync_id="s2", version=PolicyVersion(2)))
+    await actor.left(version=0, paused=True, whole=False)
+
+
+async def test_a_cancel_at_any_time_never_resumes_mixed_weights() -> None:
     cancelled = 0
-    for at in range(1, 100):
+    for turn in range(100):
         actor = Actor()
-        struck: list[int] = []
-
-        def cancel(struck: list[int] = struck) -> None:
-            struck.append(1)
-            (task,) = [t for t in asyncio.all_tasks() if t.get_name() == "swap"]
-            task.cancel()
-
-        task = asyncio.create_task(at_suspension(actor.swap(), at, cancel), name="swap")
+        task = asyncio.create_task(actor.swap())
+        asyncio.get_running_loop().call_later(turn * 0.0005, task.cancel)
         (result,) = await asyncio.gather(task, return_exceptions=True)
-        if not struck:
-            assert isinstance(result, Swapped)
+        if isinstance(result, Swapped):
             break
         cancelled += 1
-        assert isinstance(result, asyncio.CancelledError), f"suspension {at}: {result!r}"
+        assert isinstance(result, asyncio.CancelledError), f"turn {turn}: {result!r}"
         await asyncio.sleep(1)  # what the call left running ends
-        if actor.llm.mixed:
-            assert not actor.must_be_whole(), f"suspension {at}: mixed weights pass for whole"
-        if actor.must_be_whole():
-            await actor.requests.resume()
-            assert not actor.llm.paused
-        else:
-            with pytest.raises(EngineError, match="half applied"):
-                await actor.requests.resume()
+        assert actor.core.paused or not actor.core.calls, f"turn {turn}: it goes on"
+        assert actor.must_be_whole() is ("apply" not in actor.core.calls)
+        await actor.left(version=0, paused=actor.requests.paused, whole=actor.must_be_whole())
     else:
         pytest.fail("the swap never got through")
-    assert cancelled >= 4
+    assert cancelled >= 6
