@@ -7,6 +7,7 @@ is raced against their death.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
 from collections.abc import Awaitable
@@ -83,6 +84,9 @@ class Core:
         self.tokenizer = self._llm.get_tokenizer()
         facts = vllm_compat.model_facts(self._llm)
         self._started = tree(os.getpid())
+        # What was imported stays: a collector that walks through it stops all requests for long.
+        gc.collect()
+        gc.freeze()
         info = EngineInfo(
             name=self.name,
             workers=facts["workers"],

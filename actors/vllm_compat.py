@@ -147,6 +147,7 @@ class Stream:
         self._llm, self._collector = llm, collector
         self._state = llm.output_processor.request_states.get(collector.request_id)
         self._hear: Heard | None = None
+        self._closed = False
         self._ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def listen(self, hear: Heard | None = None) -> Any:
@@ -185,11 +186,12 @@ class Stream:
 
     async def close(self) -> None:
         """Idempotent."""
-        finished = self._ended.done() and self._ended.exception() is None
-        if not finished:
-            if not self._ended.done():
-                self._ended.set_exception(UnexpectedAnswer("the request was closed"))
-                self._ended.exception()  # nobody may be left to retrieve it
+        if self._closed:
+            return
+        self._closed = True
+        if not self._ended.done():
+            self._ended.set_exception(UnexpectedAnswer("the request was closed"))
+        if self._ended.exception() is not None:
             await self.abort()
         self._collector.close()
 

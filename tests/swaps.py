@@ -52,6 +52,7 @@ class LocalSender:
             backend, lambda: self._weights[self._which].items(), wire_dtype=wire_dtype
         )
         self._threads = ThreadPoolExecutor(4, "sender")
+        self._closed = False
 
     def use(self, which: str) -> None:
         self._which = which
@@ -83,8 +84,11 @@ class LocalSender:
         return await asyncio.get_running_loop().create_future()
 
     async def aclose(self) -> None:
-        await self.close_channel()
-        self._threads.shutdown(wait=False)
+        """Idempotent."""
+        if not self._closed:
+            self._closed = True
+            await self.close_channel()
+            self._threads.shutdown(wait=False)
 
 
 @dataclass

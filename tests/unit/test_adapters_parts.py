@@ -11,65 +11,13 @@ import pytest
 import ray.exceptions as rex
 
 from actors.home import HomeLoop
-from actors.ledger import Ledger, Live
 from actors.processes import ProcessId, kill, tree
 from actors.remote import RemoteActor
 from actors.reporting import ActorReporter
 from actors.texts import cut_text
 from actors.transfer.wire_errors import from_wire, wire_errors
 from orchestrator.errors import ChannelError, EngineDied, EngineError, MidflightError, TransferError
-from orchestrator.types import GenerationRequest, OpContext, Prompt
-
-
-def live(name: str) -> Live:
-    return Live(GenerationRequest(name, Prompt((1,)), 100))
-
-
-def write(ledger: Ledger, request: Live, *times: float) -> None:
-    for at in times:
-        ledger.wrote(request, [7], [-1.0], at)
-
-
-async def test_a_stall_is_the_gap_over_the_swap_less_the_usual_gap() -> None:
-    ledger, one, two = Ledger(), live("one"), live("two")
-    ledger.add(one)
-    ledger.add(two)
-    write(ledger, one, 1.0, 1.1, 1.2)
-    write(ledger, two, 1.2)
-    swap = ledger.freeze("s1")
-    swap.resumed(2.0)
-    waiting = asyncio.ensure_future(swap.first_tokens())
-    write(ledger, one, 2.2, 2.3)
-    assert not waiting.done()
-    write(ledger, two, 2.3)
-    first = await waiting
-    assert first.seconds == pytest.approx(0.2)
-    assert first.stalls == pytest.approx((0.9, 1.0))
-    assert [s.seconds for s in one.stalls] == pytest.approx([0.9])
-
-
-async def test_a_request_that_ends_or_never_wrote_is_not_waited_for() -> None:
-    ledger, ends, silent = Ledger(), live("ends"), live("silent")
-    ledger.add(ends)
-    ledger.add(silent)
-    write(ledger, ends, 1.0)
-    swap = ledger.freeze("s1")
-    swap.resumed(2.0)
-    ledger.remove(ends)
-    first = await swap.first_tokens()
-    assert (first.seconds, first.stalls) == (None, ())
-
-
-async def test_tokens_written_before_the_resume_are_no_first_tokens() -> None:
-    ledger, one = Ledger(), live("one")
-    ledger.add(one)
-    write(ledger, one, 1.0)
-    swap = ledger.freeze("s1")
-    write(ledger, one, 1.1)
-    assert not swap.all_seen
-    swap.resumed(2.0)
-    write(ledger, one, 2.5)
-    assert (await swap.first_tokens()).seconds == pytest.approx(0.5)
+from orchestrator.types import OpContext
 
 
 def test_pieces_joined_are_the_text_and_no_character_is_cut() -> None:
