@@ -13,7 +13,7 @@ import torch
 
 from .probe import runs_right
 
-TILE = 64 << 10
+TILE = 32 << 10
 """Bytes that one program of the kernel copies, at most."""
 _STEP = 4096
 """Words of 4 bytes at a time."""
