@@ -38,13 +38,20 @@ def sum_tile(  # type: ignore[no-untyped-def]
         stride = tl.multiple_of(stride, 16 // WIDTH)
         columns = tl.multiple_of(columns, 16 // WIDTH)
     row = tl.arange(0, ROWS)
-    total = tl.zeros((ROWS, STEP), dtype=tl.int64)
+    # factor = low + 2**32 * high: one wide and one narrow multiplication, not one of 64 bits.
+    lows = tl.zeros((ROWS, STEP), dtype=tl.int64)
+    highs = tl.zeros((ROWS, STEP), dtype=tl.int32)
     for left in range(0, columns, STEP):
         column = left + tl.arange(0, STEP)
         factor = tl.load(b + column, mask=column < columns, other=0)
+        low = factor.to(tl.int32)
+        high = ((factor - low.to(tl.int64)) >> 32).to(tl.int32)
         here = (row < rows)[:, None] & (column < columns)[None, :]
-        bits = tl.load(first + row[:, None] * stride + column[None, :], mask=here, other=0)
-        total += bits.to(tl.int64) * factor[None, :]
+        cell = first + row[:, None] * stride + column[None, :]
+        bits = tl.load(cell, mask=here, other=0).to(tl.int32)
+        lows += bits.to(tl.int64) * low.to(tl.int64)[None, :]
+        highs += bits * high[None, :]
+    total = lows + (highs.to(tl.int64) << 32)
     weight = tl.load(a + row, mask=row < rows, other=0)
     tl.store(sums + tile, tl.sum(tl.sum(total, axis=1) * weight, axis=0))
 

@@ -14,13 +14,16 @@ from typing import ClassVar
 
 import torch
 
+from .factors import COLUMNS as COLUMN_FACTORS
+from .factors import ROWS as ROW_FACTORS
+from .factors import factors
 from .probe import runs_right
 
-ROWS = 16
+ROWS = 8
 """Of one tile."""
 COLUMNS = 8192
 """Of one tile, at most; the kernel takes them in steps of _STEP."""
-_STEP = 256
+_STEP = 128
 _ALIGNED = 16
 """Bytes that one load takes where all rows allow it."""
 
@@ -128,8 +131,10 @@ def usable(device: torch.device) -> bool:
     """Whether the kernel runs there and adds right; asked once."""
 
     def attempt() -> bool:
-        one = torch.ones(1, dtype=torch.int64, device=device)
-        bits = torch.full((1, 1), -3, dtype=torch.int16, device=device)
-        return bool(Tiles([Matrix(bits, one * 5, one * 7)]).run().tolist() == [-105])
+        bits = torch.arange(-3000, 3000, dtype=torch.int16, device=device).view(20, 300)
+        a = factors(ROW_FACTORS, 0, 20, device)
+        b = factors(COLUMN_FACTORS, 0, 300, device)
+        expected = (a * (bits * b).sum(1)).sum()
+        return bool(Tiles([Matrix(bits, a, b)]).run()[0] == expected)
 
     return runs_right(device, "digests are computed", attempt)
