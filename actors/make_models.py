@@ -60,19 +60,22 @@ def random_qwen3(folder: Path, shape: dict[str, int], seed: int) -> None:
     from actors.tiny import EOS_ID, byte_tokenizer
 
     torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": 151_936,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": True,
+        **shape,
+    }
     config = Qwen3Config(
-        vocab_size=151_936,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
+        **sizes,
         initializer_range=0.05,
         bos_token_id=None,
         eos_token_id=EOS_ID,
         dtype="bfloat16",
-        **shape,
     )
     # A billion random numbers take a GPU a moment and a CPU minutes.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -44,8 +44,15 @@ PRESETS: dict[str, tuple[str, str]] = {
 RANDOM_SHAPES: dict[str, dict[str, int]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072},
     "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144},
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
 }
-"""Shapes of ``random:`` models, for machines without a hub; the rest is Qwen3's."""
+"""Shapes of ``random:`` models, for machines without a hub; the rest is that of Qwen3-0.6B."""
 
 MAKE_TIMEOUT_S = 1800.0
 _ROLE_FOLDERS = {

@@ -524,10 +524,25 @@ def _open_layers(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
 
 
 def nccl_wrapper() -> Any:
-    """The module with ``NCCLLibrary`` and ``find_nccl_library``."""
+    """The module with ``NCCLLibrary`` and ``find_nccl_library``, as vLLM's plugins leave it."""
     from vllm.distributed.device_communicators import pynccl_wrapper
+    from vllm.plugins import load_general_plugins
 
+    load_general_plugins()  # vLLM's own processes have done so; a trainer's has not
     return pynccl_wrapper
+
+
+def shared_nccl_env() -> contextlib.AbstractContextManager[None]:
+    """Around what NCCL does for a group with other processes.
+
+    Without the settings that vLLM pins for its own groups, which would differ from the trainer's:
+    as far as this NCCL can be told to read them again (2.29.7 or later).
+    """
+    try:
+        from vllm.utils.nccl import unpinned_nccl_env
+    except ImportError:
+        return contextlib.nullcontext()
+    return unpinned_nccl_env()  # type: ignore[no-any-return]
 
 
 def nccl_unique_id() -> bytes:
@@ -539,12 +554,7 @@ def nccl_communicator(unique_id: bytes, rank: int, world_size: int, device: torc
     """A ``PyNcclCommunicator``; blocks until all ranks are there. It may be ``disabled``."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-    try:
-        from vllm.utils.nccl import unpinned_nccl_env
-    except ImportError:
-        unpinned_nccl_env = contextlib.nullcontext
-    # Settings that vLLM pins for its own groups would differ from the trainer's.
-    with unpinned_nccl_env():
+    with shared_nccl_env():
         return PyNcclCommunicator.from_unique_id_bytes(unique_id, rank, world_size, device)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 PHASES = ("quiesce", "transfer", "finalize", "resume", "first_token")
+_LINES = ("--", ":", "-.", (0, (1, 4)))
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860")
 
 
@@ -33,7 +34,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             color=_COLOURS[at % len(_COLOURS)],
             label=f"{method['label']} (p50 {method['stall_s']['p50'] * 1e3:.1f} ms)",
         )
-    for (name, top), style in zip(result["ceiling"].items(), ("--", ":", "-."), strict=False):
+    for (name, top), style in zip(result["ceiling"].items(), _LINES, strict=False):
         if top is not None:
             at_ms = top["p50_s"] * 1e3
             label = f"ceiling: {name.replace('_', ' ')} {at_ms:.1f} ms"

@@ -12,13 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import queue
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,14 @@ import plot
 import resources
 import table
 from load import Load, tokens_per_s
+from results import Method, Result
 
 from actors import assembly
 from actors.adapters import RayEngine
 from actors.hardware import choose_backend, split_backend
 from orchestrator.config import Settings
 from orchestrator.context import operation
-from orchestrator.cycle import SwapCycle, stall_stats
+from orchestrator.cycle import SwapCycle
 from orchestrator.errors import EXIT_INTERRUPTED, MidflightError, ValidationFailed
 from orchestrator.fleet import Fleet
 from orchestrator.machine import Guard, SwapMachine, Trigger
@@ -44,7 +43,6 @@ from orchestrator.sources import load
 from orchestrator.types import (
     KVPolicy,
     PauseMode,
-    PhaseSeconds,
     PolicyVersion,
     TransferBackend,
     Verdict,
@@ -53,70 +51,8 @@ from orchestrator.types import (
 )
 from orchestrator.validation import Validator, explain
 
-SCHEMA = 2
 DECODE_TOKENS = {"cpu": 192, "gpu": 768}
 """Longest request of the load: a second or more of decoding."""
-
-
-@dataclass(slots=True)
-class Method:
-    """One way to swap under one load, and what it took each time."""
-
-    name: str
-    note: str
-    backend: str
-    requests: int
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    growth: dict[str, Any] | None = None
-    """What the processes held more after the last swap than after the warm-up."""
-
-    def add(
-        self,
-        seconds: PhaseSeconds,
-        stalls: Sequence[float],
-        in_flight: int,
-        stage_s: float,
-        digest_s: float | None = None,
-    ) -> None:
-        """``stage_s``: the trainer's snapshot and its digest, before anything else; ``digest_s``:
-        that of the engine, after the stall."""
-        self.samples.append(
-            {
-                "seconds": asdict(seconds),
-                "stalls": list(stalls),
-                "requests_in_flight": in_flight,
-                "stage_s": stage_s,
-                "digest_s": digest_s,
-            }
-        )
-
-    def result(self, nbytes: int) -> dict[str, Any]:
-        """Percentiles over all requests of all swaps; None where nothing was measured."""
-        phases = {
-            phase: asdict(
-                stall_stats([v for s in self.samples if (v := s["seconds"][phase]) is not None])
-            )
-            for phase in (*plot.PHASES, "prefetch")
-        }
-        usable = phases["transfer"]["p50"]
-
-        def over(key: str) -> dict[str, Any]:
-            return asdict(stall_stats([v for s in self.samples if (v := s[key]) is not None]))
-
-        return {
-            "name": self.name,
-            "note": self.note,
-            "backend": self.backend,
-            "requests": self.requests,
-            "swaps": len(self.samples),
-            "stall_s": asdict(stall_stats([v for s in self.samples for v in s["stalls"]])),
-            "phases": phases,
-            "stage_s": over("stage_s"),
-            "digest_s": over("digest_s"),
-            "gb_per_s_until_usable": nbytes / usable / 1e9 if usable else None,
-            "growth": self.growth,
-            "samples": self.samples,
-        }
 
 
 class Bench:
@@ -130,6 +66,8 @@ class Bench:
         """Processes of the engines and the trainer."""
         self.applied_by: dict[str, str] = {}
         """How the engine said that it applies the updates of each backend."""
+        self.carried_by: dict[str, str] = {}
+        """What the trainer said that each backend's bytes travel over, with its version."""
         self._machine = SwapMachine()
         self._validator = Validator(ValidationOptions(canary=False, fresh=False), fleet)
         self._swap = SwapOptions()
@@ -165,6 +103,8 @@ class Bench:
             self.applied_by[route(self._swap.backend, self._swap.staged)] = "; ".join(
                 record["workers"]
             )
+        elif record.get("event") == "channel proved":
+            self.carried_by[route(self._swap.backend, self._swap.staged)] = record["over"]
         elif record.get("level") in ("warning", "error"):
             say(f"{actor}: {record.get('event')} {record.get('message', '')}")
 
@@ -257,54 +197,52 @@ async def real_parts(options: argparse.Namespace, run_dir: Path) -> AsyncIterato
             await asyncio.gather(fleet.aclose(), parts.trainer.aclose(), return_exceptions=True)
 
 
-async def measure(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
-    """Everything, in one run."""
-    methods: list[Method] = []
-    speeds: list[dict[str, Any]] = []
+async def measure(options: argparse.Namespace, run_dir: Path) -> Result:
+    """Everything, in one run; what has been measured is saved as it comes."""
     checked = options.prepared.checked
+    result = Result(
+        model=options.settings.model,
+        kv_policy=options.kv,
+        cuda_graphs=bool(checked.gpus),
+        path=options.json,
+    )
     tokens = min(DECODE_TOKENS["gpu" if checked.gpus else "cpu"], checked.max_model_len // 2)
     async with real_parts(options, run_dir) as bench:
         engines = [replica.engine for replica in bench.fleet.serving]
+        result.hardware, result.packages = options.parts.hardware, dict(options.parts.packages)
 
         def decoding(requests: int) -> Load:
             return Load(engines, checked.prompts, requests, tokens)
+
+        def save() -> None:
+            result.nbytes, result.digests_matched = bench.nbytes, bench.digests_matched
+            result.applied_by, result.carried_by = bench.applied_by, bench.carried_by
+            result.save()
 
         for backend, staged in options.routes:
             name = route(backend, staged)
             await bench.use(backend, staged)
             for requests in options.requests:
                 say(f"{name}: decoding {requests} requests")
-                first = not methods
+                first = not result.methods
                 work = decoding(requests)
                 try:
-                    methods += await swaps(bench, work, name, backend, requests, naive_too=first)
+                    result.methods += await swaps(
+                        bench, work, name, backend, requests, naive_too=first
+                    )
                 finally:
                     await work.stop()
+                save()
             if options.window > 0 and not backend.native:
                 say(f"{name}: throughput")
                 for requests in options.requests:
-                    speeds.append(await speed(bench, decoding, name, staged, requests))
-        nbytes, matched, parts = bench.nbytes, bench.digests_matched, options.parts
-        applied_by = bench.applied_by
+                    result.throughput.append(await speed(bench, decoding, name, staged, requests))
+                    save()
     say("measuring the ceiling")
-    results = [m.result(nbytes) for m in methods]
-    ceilings = measure_ceilings(nbytes, [backend for backend, _ in options.routes])
-    return {
-        "schema_version": SCHEMA,
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "hardware": parts.hardware,
-        "packages": dict(parts.packages),
-        "model": options.settings.model,
-        "kv_policy": options.kv,
-        "cuda_graphs": bool(checked.gpus),
-        "bytes": nbytes,
-        "digests_matched": matched,
-        "applied_by": applied_by,
-        "methods": results,
-        "throughput": speeds,
-        "ceiling": ceilings,
-        "ratio": ratios(results, ceilings),
-    }
+    result.ceiling = measure_ceilings(result.nbytes, [backend for backend, _ in options.routes])
+    result.complete = True
+    result.save()
+    return result
 
 
 async def swaps(
@@ -410,37 +348,14 @@ def measure_ceilings(nbytes: int, backends: Sequence[TransferBackend]) -> dict[s
         for backend in backends
         if (link := backend.value.removeprefix("native-")) in ("gloo", "nccl")
     }
+    if "nccl" in links:
+        found["peer_copy"] = ceiling.peer_copy(nbytes)
     for link in sorted(links):
         try:
-            raw = ceiling.raw_broadcast(link, nbytes)
+            found[f"{link}_broadcast"] = ceiling.broadcasts(link, nbytes)
         except (RuntimeError, queue.Empty) as error:
             say(f"no ceiling of {link}: {error}")  # null in the result, never a made-up zero
             found[f"{link}_broadcast"] = None
-        else:
-            found[f"{link}_broadcast"] = ceiling.summary(raw, nbytes)
-    return found
-
-
-def ratios(methods: Sequence[dict[str, Any]], ceilings: dict[str, Any]) -> dict[str, float]:
-    """Stall of every other way to our first one, and transfer to its ceiling, side by side."""
-    found: dict[str, float] = {}
-    ours = [m for m in methods if m["note"].startswith("this project")]
-    for method in methods:
-        for own in ours:
-            if method is own or method["requests"] != own["requests"]:
-                continue
-            slow, fast = method["stall_s"]["p50"], own["stall_s"]["p50"]
-            if method not in ours and slow and fast:
-                key = f"stall p50, {method['name']} to {own['name']}, {own['requests']} requests"
-                found[key] = slow / fast
-    for own in ours:
-        link = own["backend"].removeprefix("staged-")
-        local = own["backend"] != link or link == "ipc"
-        top = ceilings["memory_copy" if local else f"{link}_broadcast"]
-        usable = own["phases"]["transfer"]["p50"]
-        if top and usable:
-            key = f"ceiling's share of the transfer, {own['name']}, {own['requests']} requests"
-            found[key] = top["p50_s"] / usable
     return found
 
 
@@ -521,14 +436,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sync_latency: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("sync_latency: interrupted, nothing written", file=sys.stderr)
+        kept = "nothing is kept without --json"
+        if options.json is not None:
+            kept = f"what was measured until then is in {options.json}"
+        print(f"sync_latency: interrupted, {kept}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    table.show(result)
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    found = result.to_json()
+    table.show(found)
     picture = options.plot or (options.json.with_suffix(".png") if options.json else None)
     if picture is not None:
-        plot.draw(result, picture)
+        plot.draw(found, picture)
         say(f"wrote {', '.join(str(p) for p in (options.json, picture) if p)}")
     return 0
 

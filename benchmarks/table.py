@@ -39,7 +39,7 @@ def show(result: dict[str, Any]) -> None:
         words = (
             "not measured" if top is None else f"{ms(top['p50_s'])} ms, {top['gb_per_s']:.2f} GB/s"
         )
-        console.print(f"ceiling, {name.replace('_', ' ')}: {words}")
+        console.print(f"ceiling, {name.replace('_', ' ')}: {words}{_buckets(top or {})}")
     for name, value in result["ratio"].items():
         console.print(f"{name}: {value:.2f}")
     for method in result["methods"]:
@@ -52,6 +52,8 @@ def show(result: dict[str, Any]) -> None:
             console.print(f"{name}, held more after {swaps} swaps: {_growth(method['growth'])}")
     for backend, how in result["applied_by"].items():
         console.print(f"{backend} is applied by {how}")
+    for backend, over in result["carried_by"].items():
+        console.print(f"{backend} is carried by {over}")
     console.print(f"hardware: {result['hardware']}")
 
 
@@ -69,6 +71,13 @@ def _throughput(rows: list[dict[str, Any]]) -> Any:
         ]
         table.add_row(row["backend"], str(row["requests"]), f"{speed['without']:.0f}", *cells)
     return table
+
+
+def _buckets(top: dict[str, Any]) -> str:
+    if len(top.get("by_bucket", ())) < 2:
+        return ""
+    all_of_them = ", ".join(f"{b} {s['gb_per_s']:.0f}" for b, s in top["by_bucket"].items())
+    return f" (best by bucket: {top['bucket']}; GB/s: {all_of_them})"
 
 
 def _growth(found: dict[str, Any]) -> str:

@@ -199,6 +199,10 @@ def make_sender(
         return IpcSender(weights, wire_dtype=wire_dtype)
     if not torch.cuda.is_available():
         raise ChannelError(f"backend {kind.value} needs a GPU and torch sees none: use gloo")
+    if kind in (TransferBackend.NCCL, TransferBackend.NATIVE_NCCL):
+        from . import nccl_check
+
+        nccl_check.description()  # now, not when the engines are up
     if kind is TransferBackend.NCCL:
         from .nccl import NcclSender
 

@@ -7,6 +7,7 @@ none: then it comes through a bucket and is copied on, sliced and cast.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -52,6 +53,47 @@ def undirected_bytes(schedule: Schedule, place: Place) -> int:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One group at a receiver; good for every update that comes to the same places."""
+
+    buffers: list[torch.Tensor]
+    """Flat uint8, in the group's order: where each of its tensors arrives."""
+    passing: list[tuple[Slot, torch.Tensor]]
+    """Those that arrive in the bucket, as typed views of it."""
+
+
+def arrivals(schedule: Schedule, place: Place, bucket: torch.Tensor) -> list[Arrival]:
+    """Where every group of ``schedule`` arrives (TransferError for a place that does not fit).
+
+    ``bucket``: flat uint8 of :func:`undirected_bytes`, on the link's device.
+    """
+    return [_arrival(group, place, bucket) for group in schedule]
+
+
+def receive(link: Link, arrivals: Sequence[Arrival], landed: Landed, run: Run = call) -> None:
+    """Receive what :func:`send_groups` sends (ChannelError if the link breaks).
+
+    On return all direct tensors are there; the copies of ``landed`` are done or queued on the
+    current stream.
+    """
+    under_way: list[Pending] = []
+    try:
+        for group in arrivals:
+            # The link orders its device work after this thread's stream: the copies out of the
+            # bucket that are queued there end before the next group fills it.
+            pending = link.broadcast_many(group.buffers)
+            if not group.passing or pending.order():
+                under_way.append(pending)
+            else:
+                run(pending)
+            for slot, arrived in group.passing:
+                landed(slot, arrived)
+        run(lambda: _drain(under_way))
+    finally:
+        under_way.clear()  # see GlooLink: works kept alive keep sockets open
+
+
 def receive_groups(
     link: Link,
     schedule: Schedule,
@@ -60,40 +102,16 @@ def receive_groups(
     landed: Landed,
     run: Run = call,
 ) -> None:
-    """Receive what :func:`send_groups` sends.
-
-    ``bucket``: flat uint8 of :func:`undirected_bytes`, on the link's device. On return all direct
-    tensors are there; the copies of ``landed`` are done or queued on the current stream.
-    TransferError, before anything is received, for a place that does not fit; ChannelError if the
-    link breaks.
-    """
-    planned = [[(slot, _direct(slot, place(slot))) for slot in group] for group in schedule]
-    under_way: list[Pending] = []
-    try:
-        for group in planned:
-            passing, buffers = _buffers(group, bucket)
-            # The link orders its device work after this thread's stream: the copies out of the
-            # bucket that are queued there end before the next group fills it.
-            pending = link.broadcast_many(buffers)
-            if not passing or pending.order():
-                under_way.append(pending)
-            else:
-                run(pending)
-            for slot in passing:
-                landed(slot, view(bucket, slot))
-        run(lambda: _drain(under_way))
-    finally:
-        under_way.clear()  # see GlooLink: works kept alive keep sockets open
+    """:func:`receive` once; what does not fit is refused before anything is received."""
+    receive(link, arrivals(schedule, place, bucket), landed, run)
 
 
-def _buffers(
-    group: Sequence[tuple[Slot, torch.Tensor | None]], bucket: torch.Tensor
-) -> tuple[list[Slot], list[torch.Tensor]]:
-    """Where each tensor of the group arrives, and those (as slots of the bucket) that pass on."""
-    passing: list[Slot] = []
+def _arrival(group: Sequence[Slot], place: Place, bucket: torch.Tensor) -> Arrival:
     buffers: list[torch.Tensor] = []
+    passing: list[tuple[Slot, torch.Tensor]] = []
     used = 0
-    for slot, direct in group:
+    for slot in group:
+        direct = _direct(slot, place(slot))
         if direct is None:
             inside = Slot(slot.spec, used)
             used += padded(slot.spec.nbytes)
@@ -102,10 +120,10 @@ def _buffers(
                     f"the bucket of {bucket.numel()} bytes has no room for tensor "
                     f"{slot.spec.name!r} up to byte {inside.end}"
                 )
-            passing.append(inside)
             direct = bucket[inside.offset : inside.end]
+            passing.append((inside, view(bucket, inside)))
         buffers.append(direct)
-    return passing, buffers
+    return Arrival(buffers, passing)
 
 
 def _direct(slot: Slot, target: torch.Tensor | None) -> torch.Tensor | None:

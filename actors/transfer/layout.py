@@ -87,6 +87,8 @@ def view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as flat uint8, without a copy (TransferError unless contiguous)."""
+    if tensor.dtype == torch.uint8 and tensor.ndim == 1 and tensor.is_contiguous():
+        return tensor  # hundreds a swap come flat already
     if not tensor.is_contiguous():
         raise TransferError(
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has no flat "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ from orchestrator.types import ChannelSpec, TransferBackend, WeightUpdate
 from . import nccl_check
 from .channel import Channel
 from .gloo import LinkSender
-from .groups import receive_groups, send_groups, undirected_bytes
+from .groups import Schedule, arrivals, receive, send_groups, undirected_bytes
 from .inbox import Inbox
 from .layout import Slot, flat_bytes, schedule, view
 from .link import BrokenLink, Link, Pending
@@ -146,7 +146,7 @@ class NcclSender(LinkSender):
         return torch.device("cuda", torch.cuda.current_device())
 
     def _extra(self, nonce: str, world_size: int) -> dict[str, object]:
-        return {"gpu": gpu_id(self._device())}
+        return {"gpu": gpu_id(self._device()), "nccl": nccl_check.settings()}
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device())
@@ -173,6 +173,7 @@ class NcclInbox(Inbox):
 
     bucket_bytes = BUCKET_BYTES
     _bucket: torch.Tensor | None = None
+    _way: _Way | None = None
 
     @property
     def device(self) -> torch.device:
@@ -185,8 +186,12 @@ class NcclInbox(Inbox):
         )
 
     def check(self) -> None:
-        """ChannelError for an unusable NCCL, or if trainer and worker share a GPU."""
+        """ChannelError for an NCCL that is unusable or set up unlike the trainer's, or if trainer
+        and worker share a GPU.
+        """
         nccl_check.description()
+        theirs = self.invitation.extra.get("nccl")
+        nccl_check.must_agree(theirs if isinstance(theirs, dict) else {})
         if self.invitation.extra.get("gpu") == gpu_id(self.target):
             raise ChannelError(
                 f"trainer and worker are both on GPU {gpu_id(self.target)}, and NCCL refuses two "
@@ -210,23 +215,17 @@ class NcclInbox(Inbox):
         if self.at_hand:
             super().deliver(plan, sync_id)
             return
-        link, groups = self._open_link(), self._groups()
-        copies: dict[str, list[Copy]] = {}
-        for copy in plan.copies:
-            copies.setdefault(copy.name, []).append(copy)
-
-        def place(slot: Slot) -> torch.Tensor | None:
-            return _place(slot, copies.get(slot.spec.name, ()))
-
-        def landed(slot: Slot, arrived: torch.Tensor) -> None:
-            for copy in copies.get(slot.spec.name, ()):
-                copy.target.copy_(copy.source.of(arrived))
-
-        need = undirected_bytes(groups, place)
-        if self._bucket is None or self._bucket.numel() < need:
-            self._bucket = self.allocate(need)
+        link = self._open_link()
+        way = self._way
+        if way is None or way.plan is not plan:
+            way = self._way = _Way(plan, self._groups(), self._room)
         with torch.no_grad():
-            receive_groups(link, groups, place, self._bucket, landed, self.channel.run)
+            receive(link, way.arrivals, way.landed, self.channel.run)
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        if self._bucket is None or self._bucket.numel() < nbytes:
+            self._bucket = self.allocate(nbytes)
+        return self._bucket
 
     def _groups(self) -> list[list[Slot]]:
         return schedule(self.layout, self.bucket_bytes)
@@ -236,6 +235,29 @@ class NcclInbox(Inbox):
         if link is None or self.channel.closed is not None:
             raise ChannelError(f"the channel was closed: {self.channel.closed}")
         return link
+
+
+class _Way:
+    """How an update gets right into the model: worked out once a plan, not in every pause."""
+
+    def __init__(
+        self, plan: LoadPlan, groups: Schedule, room: Callable[[int], torch.Tensor]
+    ) -> None:
+        """``room``: gives flat uint8 of at least so many bytes, on the model's device."""
+        self.plan = plan
+        self._copies: dict[str, list[Copy]] = {}
+        for copy in plan.copies:
+            self._copies.setdefault(copy.name, []).append(copy)
+        bucket = room(undirected_bytes(groups, self._place))
+        self.arrivals = arrivals(groups, self._place, bucket)
+
+    def landed(self, slot: Slot, arrived: torch.Tensor) -> None:
+        """See :data:`groups.Landed`."""
+        for copy in self._copies.get(slot.spec.name, ()):
+            copy.target.copy_(copy.source.of(arrived))
+
+    def _place(self, slot: Slot) -> torch.Tensor | None:
+        return _place(slot, self._copies.get(slot.spec.name, ()))
 
 
 def _place(slot: Slot, copies: Sequence[Copy]) -> torch.Tensor | None:

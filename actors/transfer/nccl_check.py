@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,19 @@ from orchestrator.errors import ChannelError, ConfigError
 NEEDED = "2.29.7"
 """The first NCCL with ncclCommSuspend and ncclCommResume, which vLLM 0.32 and later bind."""
 _OPTIONAL = {"ncclCommQueryProperties", "ncclCommWindowRegister", "ncclCommWindowDeregister"}
+
+_MUST_AGREE = (
+    "NCCL_ALGO",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_MAX_CTAS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_CTAS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_NET_DISABLE",
+    "NCCL_PROTO",
+)
+"""Each rank reads them from its own environment and plans by them: ranks that differ hang."""
 
 
 def description() -> str:
@@ -36,6 +51,28 @@ def must_be_enabled(communicator: Any, rank: int) -> None:
         raise ChannelError(
             f"rank {rank}: vLLM found {description()} and disabled its communicator, nothing would "
             "be sent: unset VLLM_DISABLE_PYNCCL, or use another backend"
+        )
+
+
+def settings() -> dict[str, str]:
+    """What the environment tells NCCL here that all ranks must be told alike."""
+    with vllm_compat.shared_nccl_env():
+        return {name: os.environ[name] for name in _MUST_AGREE if name in os.environ}
+
+
+def must_agree(theirs: Mapping[str, str]) -> None:
+    """ChannelError, naming what differs, unless the trainer's :func:`settings` are ours."""
+    ours = settings()
+    unlike = [
+        f"{name} is {theirs.get(name, 'unset')} at the trainer and {ours.get(name, 'unset')} here"
+        for name in _MUST_AGREE
+        if theirs.get(name) != ours.get(name)
+    ]
+    if unlike:
+        raise ChannelError(
+            f"NCCL's settings differ, and ranks that differ hang: {', '.join(unlike)}. Set them "
+            "alike for both (a batch-invariant vLLM sets its own, and can lift them only with NCCL "
+            f"{NEEDED} or later)"
         )
 
 

@@ -58,6 +58,9 @@ def test_the_benchmark_measures_backends_side_by_side_and_the_ceiling(tmp_path: 
     key = "stall p50, naive to gloo, 13 requests"
     assert result["ratio"][key] == pytest.approx(ratio)
     assert result["ceiling"]["gloo_broadcast"]["p50_s"] > 0
+    assert list(result["ceiling"]["gloo_broadcast"]["by_bucket"]) == ["whole"]
+    assert "peer_copy" not in result["ceiling"]
+    assert result["carried_by"] == dict.fromkeys(["gloo", "staged-gloo"], "gloo over TCP")
     speeds = {row["backend"]: row["tokens_per_s"] for row in result["throughput"]}
     assert speeds["gloo"]["always_staging"] is None
     assert min(speeds["staged-gloo"].values()) > 0

@@ -211,6 +211,30 @@ def test_trainer_and_worker_on_one_gpu_are_refused(
         joined(threads, sender, 1)
 
 
+def test_ranks_that_nccl_is_set_up_unlike_for_are_refused(
+    threads: ThreadPoolExecutor, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [{"NCCL_PROTO": "LL"}, {}]
+    monkeypatch.setattr(nccl_check, "settings", lambda: told.pop(0))
+    sender = GlooForNccl(WEIGHTS.items)
+    with pytest.raises(ChannelError, match="NCCL_PROTO is LL at the trainer and unset here"):
+        joined(threads, sender, 1)
+
+
+def test_a_new_plan_gets_new_places(threads: ThreadPoolExecutor, gpus: list[str]) -> None:
+    sender = GlooForNccl(WEIGHTS.items)
+    (inbox,) = joined(threads, sender, 1)
+    for model in (Model(), Model()):
+        for tensor in WEIGHTS.values():
+            tensor.normal_()
+        sender.stage()
+        delivering = threads.submit(inbox.deliver, model.plan, "s1")
+        sender.send(UPDATE)
+        delivering.result(TIMEOUT_S)
+        assert model.right()
+    sender.close()
+
+
 def test_a_trainer_without_nccl_says_so_before_it_listens(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

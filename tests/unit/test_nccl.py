@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +16,12 @@ import torch
 
 from actors import vllm_compat
 from actors.transfer import nccl, nccl_check
+from actors.transfer.base import make_sender
 from actors.transfer.link import BrokenLink
 from actors.transfer.nccl import NcclLink
 from orchestrator.errors import ChannelError, TransferError
 
+OLD_NCCL = Path(__file__).resolve().parents[2] / "benchmarks" / "old_nccl"
 SYMBOLS = ("ncclGetVersion", "ncclBroadcast", "ncclCommSuspend", "ncclCommResume")
 WAIT_S = 30.0
 
@@ -28,10 +32,14 @@ class Library:
     def __init__(self, number: int, symbols: tuple[str, ...] = SYMBOLS) -> None:
         self.number = number
         for name in symbols:
-            setattr(self, name, self._version)
+            setattr(self, name, self._version())
 
-    def _version(self, reference: Any) -> None:
-        reference._obj.value = self.number
+    def _version(self) -> Any:
+        def function(reference: Any) -> int:
+            reference._obj.value = self.number
+            return 0
+
+        return function
 
 
 def install(monkeypatch: pytest.MonkeyPatch, library: Library | None) -> None:
@@ -76,6 +84,99 @@ def test_one_that_is_too_old_is_named_with_what_is_needed(monkeypatch: pytest.Mo
     assert "found NCCL 2.28.9 (/opt/nccl/libnccl.so.2), vLLM 0.32.0 needs 2.29.7 or later" in words
     assert "because of ncclCommSuspend, ncclCommResume" in words
     assert "pip install 'nvidia-nccl-cu" in words and "or use backend ipc" in words
+
+
+def test_one_that_lacks_only_what_vllm_no_longer_asks_for_is_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, Library(22809, SYMBOLS[:2]))
+    library = vllm_compat.nccl_wrapper().NCCLLibrary
+    library.exported_functions = library.exported_functions[:2]
+    assert nccl_check.description() == "NCCL 2.28.9"
+
+
+def test_the_benchmarks_plugin_takes_three_functions_off_vllms_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    before = NCCLLibrary.exported_functions
+    monkeypatch.setattr(NCCLLibrary, "exported_functions", before)  # put back afterwards
+    monkeypatch.syspath_prepend(str(OLD_NCCL))
+    (found,) = metadata.entry_points(group="vllm.general_plugins", name="midflight_old_nccl")
+    for _ in range(2):
+        found.load()()
+        gone = {f.name for f in before} - {f.name for f in NCCLLibrary.exported_functions}
+        assert gone == {"ncclCommSuspend", "ncclCommResume", "ncclCommQueryProperties"}
+    old = Library(22809, tuple(f.name for f in NCCLLibrary.exported_functions))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: old)
+    monkeypatch.setattr(NCCLLibrary, "path_to_dict_mapping", {})
+    assert NCCLLibrary("/opt/nccl/old.so").ncclGetVersion() == "2.28.9"
+
+
+def test_without_that_plugin_vllm_and_we_refuse_the_same_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.distributed.device_communicators import pynccl_wrapper
+
+    lacking = {"ncclCommSuspend", "ncclCommResume", "ncclCommQueryProperties"}
+    kept = (f.name for f in pynccl_wrapper.NCCLLibrary.exported_functions if f.name not in lacking)
+    old = Library(22809, tuple(kept))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: old)
+    monkeypatch.setattr(pynccl_wrapper, "find_nccl_library", lambda: "/opt/nccl/libnccl.so.2")
+    with pytest.raises(ChannelError, match=r"2\.28\.9.*because of ncclCommSuspend, ncclCommResume"):
+        nccl_check.description()
+
+
+def test_a_trainers_process_loads_vllms_plugins_before_it_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import vllm.plugins
+
+    loaded: list[str] = []
+    monkeypatch.setattr(vllm.plugins, "load_general_plugins", lambda: loaded.append("plugins"))
+    assert vllm_compat.nccl_wrapper().NCCLLibrary.exported_functions
+    assert loaded == ["plugins"]
+
+
+def test_settings_that_ranks_do_not_reconcile_must_be_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_compat, "shared_nccl_env", contextlib.nullcontext)
+    for name in nccl_check._MUST_AGREE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")  # each its own
+    nccl_check.must_agree({})
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    assert nccl_check.settings() == {"NCCL_PROTO": "Simple"}
+    nccl_check.must_agree({"NCCL_PROTO": "Simple"})
+    with pytest.raises(ChannelError) as caught:
+        nccl_check.must_agree({"NCCL_MAX_NCHANNELS": "8"})
+    words = str(caught.value)
+    assert "NCCL_MAX_NCHANNELS is 8 at the trainer and unset here" in words
+    assert "NCCL_PROTO is unset at the trainer and Simple here" in words and "2.29.7" in words
+
+
+def test_what_vllm_pins_for_itself_does_not_count_where_nccl_lets_it_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.utils import nccl as pins
+
+    monkeypatch.setenv("NCCL_PROTO", "LL")
+    monkeypatch.setattr(pins, "_unpinned_env", {"NCCL_PROTO": None})
+    assert "NCCL_PROTO" not in nccl_check.settings()
+    monkeypatch.setattr(pins, "_unpinned_env", {})  # an older NCCL
+    assert nccl_check.settings()["NCCL_PROTO"] == "LL"
+
+
+@pytest.mark.parametrize("backend", ["nccl", "native-nccl"])
+def test_a_trainer_with_an_old_nccl_does_not_wait_for_engines_to_say_so(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    install(monkeypatch, Library(22809, SYMBOLS[:2]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ChannelError, match=r"found NCCL 2\.28\.9"):
+        make_sender(backend, dict[str, torch.Tensor]().items)
 
 
 def test_a_new_one_that_lacks_a_symbol_is_not_called_old(monkeypatch: pytest.MonkeyPatch) -> None:

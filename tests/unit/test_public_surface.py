@@ -98,7 +98,7 @@ FIELDS = {
     "PhaseTimeouts": (
         "starting= generating= pausing= syncing= resuming= validating= stopping= staging="
     ),
-    "FirstTokens": "seconds stalls",
+    "FirstTokens": "seconds stalls transfer=",
     "ChannelSpec": "backend host port world_size nonce tensors= timeout_s= extra= staged=",
     "CheckResult": "check verdict detail=",
     "Completion": (
