@@ -73,6 +73,11 @@ def engine_environment(
         # Eager here, but one function that ranks logprobs is compiled with the first request:
         # 24 s of C++ compiler for nothing.
         env["TORCH_COMPILE_DISABLE"] = "1"
+        # oneDNN compiles a kernel for each number of tokens in a step and keeps 1024 of them, about
+        # 0.3 MB each whatever the model. A swap that recomputes the KV cache always brings a new
+        # number, and between kept kernels the heap cannot be used again. vLLM itself keeps 32 for
+        # each shape of weights. Not 0: packing the weights anew has kernels here too.
+        env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "128"
     if batch_invariant:
         env["VLLM_BATCH_INVARIANT"] = "1"
     return env

@@ -33,6 +33,7 @@ from actors import vllm_compat
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import TransferBackend
 
+from . import heap
 from .baseline import NativeInbox, NativeIpcInbox, NativeNcclInbox
 from .inbox import Inbox, Invitation, accept_dtypes
 from .ipc import IpcInbox
@@ -235,6 +236,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
     def start_digest(self, key: str) -> None:
         """Digest what the model holds, or, where no plan says where that is, what arrived."""
         inbox, planned = self._opened(), self._planned
+        if self.device.type == "cpu":
+            heap.give_back()  # the prefill that follows a swap is over
 
         live = planned.proven is not None or isinstance(inbox, NativeInbox)
         if live:
