@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from actors import hardware, processes
 from actors import preflight as checks
 from actors.engine_settings import EngineSettings
-from actors.rewards import DEFAULT_REWARD
 from orchestrator.config import Settings
 from orchestrator.errors import ConfigError, EngineError
 from orchestrator.protocols import Engine, EngineFactory, Trainer
@@ -91,7 +90,7 @@ def preflight(settings: Settings) -> Prepared:
         backend=None if settings.backend == "auto" else settings.backend,
         max_model_len=settings.max_model_len,
         dtype=settings.dtype,
-        reward=DEFAULT_REWARD if settings.reward == "auto" else settings.reward,
+        reward=None if settings.reward == "auto" else settings.reward,
         learning_rate=settings.learning_rate,
         cache_dir=settings.cache_dir,
     )

@@ -6,6 +6,10 @@ runs them in its one loop, between two steps:
 ``midflight_swap``      pause; when the last step that was under way is out, apply the update at
                         every worker, set the version, resume. Answered once, with what it took or
                         with the phase that failed.
+                        Where the KV cache stays, one worker has the bytes and its copies are only
+                        queued, nothing has to be waited for: the device makes them behind the step
+                        that it was given, and before the next. What that step writes is still
+                        labelled with the old version.
 ``midflight_withdraw``  for a swap that takes too long: take it back if nothing was applied yet. The
                         scheduler is paused after it in any case.
 
@@ -37,18 +41,29 @@ class _Pending:
         self.began = time.perf_counter()
         self.answer: Future[Answer] = Future()
 
+    def done(
+        self, requests: int, spent: tuple[float, float, float, float], resumed_at: float
+    ) -> None:
+        """``spent``: seconds of quiesce, transfer, finalize and resume."""
+        phases = dict(zip(("quiesce", "transfer", "finalize", "resume"), spent, strict=True))
+        self.answer.set_result({"requests": requests, **phases, "resumed_at": resumed_at})
+
     def failed(self, phase: str, error: BaseException | None) -> None:
         reason = "" if error is None else f"{type(error).__name__}: {error}"
         self.answer.set_result({"failed": phase, "reason": reason})
 
 
 def midflight_swap(core: Any, mode: str, clear_cache: bool, sync_id: str, version: str) -> Any:
-    """Future of ``requests`` in flight, the seconds of each phase and ``resumed_at``;
+    """Pause, apply, resume.
+
+    Future of ``requests`` in flight, the seconds of each phase and ``resumed_at``;
 
     or of ``failed``, a state, and ``reason``. PAUSING: it was told to go on as it was. SYNCING: the
     weights may be mixed and the scheduler stays paused. RESUMING: applied, but still paused.
     """
     swap = core.midflight_pending = _Pending(sync_id, version)
+    if mode == "keep" and not clear_cache and _between_steps(core, swap):
+        return swap.answer
     try:
         pausing = core.pause_scheduler(mode, clear_cache)
     except Exception as error:
@@ -60,6 +75,45 @@ def midflight_swap(core: Any, mode: str, clear_cache: bool, sync_id: str, versio
     else:
         pausing.add_done_callback(lambda paused: _commit(core, swap, paused))
     return swap.answer
+
+
+def _between_steps(core: Any, swap: _Pending) -> bool:
+    """Swap without a wait for the step under way; False, and nothing done, where that cannot be."""
+    labelling = "_attach_weight_version" in vars(core)
+    if core.vllm_config.parallel_config.world_size > 1 or labelling:
+        return False
+    requests = sum(core.scheduler.get_request_counts())
+    began = time.perf_counter()
+    try:
+        if core.model_executor.collective_rpc("midflight_replay", args=(swap.sync_id,)) != [True]:
+            return False
+        _label(core, swap.version)
+    except Exception as error:
+        core.pause_scheduler("keep", False)
+        swap.failed("SYNCING", error)
+        return True
+    ended = time.perf_counter()
+    swap.done(requests, (began - swap.began, ended - began, 0.0, 0.0), ended)
+    return True
+
+
+def _label(core: Any, version: str) -> None:
+    """Set the version behind the steps under way: their outputs are still to be labelled."""
+    under_way = len(core.batch_queue or ())
+    if not under_way:
+        core.set_weight_version(version)
+        return
+    attach = core._attach_weight_version
+
+    def attach_and_count(outputs: Any) -> None:
+        nonlocal under_way
+        attach(outputs)
+        under_way -= 1
+        if not under_way:
+            del core._attach_weight_version
+            core.set_weight_version(version)
+
+    core._attach_weight_version = attach_and_count
 
 
 def _commit(core: Any, swap: _Pending, paused: Future[None] | None = None) -> None:
@@ -94,16 +148,8 @@ def _run(core: Any, swap: _Pending, paused: Future[None] | None) -> None:
         swap.failed("RESUMING", error)
         return
     resumed = time.perf_counter()
-    swap.answer.set_result(
-        {
-            "requests": requests,
-            "quiesce": idle - swap.began,
-            "transfer": usable - idle,
-            "finalize": whole - usable,
-            "resume": resumed - whole,
-            "resumed_at": resumed,
-        }
-    )
+    spent = (idle - swap.began, usable - idle, whole - usable, resumed - whole)
+    swap.done(requests, spent, resumed)
 
 
 def midflight_withdraw(core: Any, sync_id: str) -> bool:

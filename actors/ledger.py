@@ -81,18 +81,17 @@ class Swap:
         """The engine core has swapped; ``live``: all requests there are now."""
         self._settled = True
         self.resumed(resumed_at)
-        self._freeze(
-            one for one in live if one not in self._through and one.version != self.version
-        )
+        self._freeze(one for one in live if one not in self._through and self._before(one.version))
 
     def wrote(self, live: Live, now: float, version: PolicyVersion | None) -> bool:
         """``live`` wrote; True if that was its first token after the swap."""
-        if live.last_at is None:
+        if live.last_at is None or live in self._through:
             return False
-        if self._settled:
-            if self._resumed_at is None or live not in self._waiting:
+        if self.version is not None:
+            # Tokens of the step that was under way may come behind the word that all is done.
+            if self._before(version) or not self._before(live.version):
                 return False
-        elif version != self.version or live.version == self.version:
+        elif self._resumed_at is None or live not in self._waiting:
             return False
         if self._first_at is None:
             self._first_at = now
@@ -116,6 +115,9 @@ class Swap:
         if self._first_at is not None and self._resumed_at is not None:
             first = max(0.0, self._first_at - self._resumed_at)
         return FirstTokens(seconds=first, stalls=tuple(self._stalls))
+
+    def _before(self, version: PolicyVersion | None) -> bool:
+        return self.version is not None and (version is None or version < self.version)
 
     def _freeze(self, live: Iterable[Live]) -> None:
         self.frozen = [one for one in live if one.last_at is not None]

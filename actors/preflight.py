@@ -12,7 +12,7 @@ from typing import Any
 
 from actors import hardware, models
 from actors.prompts import load_prompts
-from actors.rewards import DEFAULT_REWARD, check_reward, get_reward
+from actors.rewards import check_reward, default_reward, get_reward
 from orchestrator.errors import ConfigError
 from orchestrator.types import Prompt, TransferBackend
 
@@ -72,7 +72,7 @@ def preflight(
     backend: TransferBackend | str | None = None,
     max_model_len: int | None = None,
     dtype: str | None = None,
-    reward: str = DEFAULT_REWARD,
+    reward: str | None = None,
     learning_rate: float | None = None,
     cache_dir: Path | None = None,
     seed: int = 0,
@@ -88,6 +88,8 @@ def preflight(
     invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
     link, staged = hardware.split_backend(backend)
     chosen = hardware.choose_backend(link, n_gpus, rocm=found.rocm, batch_invariant=invariant)
+    if reward is None:
+        reward = default_reward(trainer_model or model)
     get_reward(reward)
     if dtype not in (None, "auto", *_DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}: choose auto or one of {', '.join(_DTYPES)}")

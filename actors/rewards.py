@@ -48,7 +48,22 @@ def answer(prompt: str, text: str) -> float:
     return float(word is not None and re.search(rf"\b{word}\b", text, re.IGNORECASE) is not None)
 
 
-REWARDS: Mapping[str, Reward] = {DEFAULT_REWARD: alliteration, "answer": answer}
+def sevens(prompt: str, text: str) -> float:
+    """Share of the digits that are 7: for ``random:`` models, whose text is numbers of tokens."""
+    digits = [character for character in text if character.isdecimal()]
+    return digits.count("7") / max(1, len(digits))
+
+
+REWARDS: Mapping[str, Reward] = {
+    DEFAULT_REWARD: alliteration,
+    "answer": answer,
+    "sevens": sevens,
+}
+
+
+def default_reward(model: str) -> str:
+    """The reward when none is chosen: one that ``model`` gets something of."""
+    return "sevens" if model.startswith("random:") else DEFAULT_REWARD
 
 
 def get_reward(name: str) -> Reward:

@@ -8,7 +8,7 @@ and why:
 - ``engine_core.pause_scheduler_async``: ``AsyncLLM.pause_generation`` adds a 20 ms sleep.
 - ``RequestOutputCollector.put``: to take tokens without a task of ours woken for each.
 - ``request_states[...].weight_version_starts``: the version of each token as it comes.
-- utility methods of the engine core, its loop and its pause: see ``core_swap``.
+- utility methods of the engine core, its loop, its pause and its labels: see ``core_swap``.
 - ``AsyncLLM.add_request``: returns when the request *is* with the engine core, which
   ``generate`` does not tell; a pause must know it.
 - ``output_processor``: after a SIGKILL of the engine core nothing wakes its waiters.

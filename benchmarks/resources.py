@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -16,7 +17,8 @@ _SHARED = Path("/dev/shm")
 
 def snapshot(pids: Iterable[int]) -> dict[str, Any]:
     """Host memory (bytes, shared pages counted once), descriptors and threads of the processes;
-    files in shared memory and used GPU memory (bytes, None without a GPU) of the machine."""
+    files in shared memory of the machine; what is used of the GPUs that are visible here (bytes,
+    None without one)."""
     held = {"host_bytes": 0, "descriptors": 0, "threads": 0}
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -41,6 +43,9 @@ def _gpu_bytes() -> int | None:
     if tool is None:
         return None
     asked = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        asked.append(f"--id={visible}")
     done = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
     lines = done.stdout.split()
     return sum(map(int, lines)) << 20 if done.returncode == 0 and lines else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,7 @@ from orchestrator.cycle import stall_stats
 from orchestrator.types import PhaseSeconds
 
 SCHEMA = 2
+_PLAIN_LIST = re.compile(r"\[[^\[\]{}]*\]")
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class Method:
         self.samples.append(
             {
                 "seconds": asdict(seconds),
-                "stalls": list(stalls),
+                "stalls": [round(s, 6) for s in stalls],
                 "requests_in_flight": in_flight,
                 "stage_s": stage_s,
                 "digest_s": digest_s,
@@ -126,8 +128,14 @@ class Result:
         if self.path is None:
             return
         beside = self.path.with_name(f".{self.path.name}.part")
-        beside.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        beside.write_text(as_text(self.to_json()))
         os.replace(beside, self.path)
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """JSON with each list of plain values on one line."""
+    text = json.dumps(found, indent=1)
+    return _PLAIN_LIST.sub(lambda match: " ".join(match[0].split()), text) + "\n"
 
 
 def ratios(methods: Sequence[dict[str, Any]], ceilings: dict[str, Any]) -> dict[str, float]:

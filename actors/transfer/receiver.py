@@ -213,6 +213,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             raise problem from error
         return True
 
+    @property
+    def at_hand(self) -> bool:
+        """Updates come before they are applied."""
+        return self._opened().at_hand
+
     def device_seconds(self) -> float | None:
         """What the copies of the last :meth:`replay` took there; waits for their end. None: CPU."""
         if self._copied is None:

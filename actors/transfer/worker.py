@@ -25,6 +25,13 @@ class WorkerExtension:
         """Start to fetch an update; returns at once (see Receiver.start_prefetch)."""
         self.weight_transfer_engine.start_prefetch(sync_id, key)
 
+    def midflight_replay(self, sync_id: str) -> bool:
+        """Queue the load plan's copies of an update that is at hand; False, and nothing done, where
+        that is not all there is to do.
+        """
+        engine = self.weight_transfer_engine
+        return not self._weight_update_active and engine.at_hand and bool(engine.replay(sync_id))
+
     def midflight_apply(self, sync_id: str) -> None:
         """A whole update in one call: by the load plan, else by vLLM's layerwise reload.
 

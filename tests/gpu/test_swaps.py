@@ -15,7 +15,7 @@ from actors import hardware
 from actors.adapters import RayEngine
 from actors.engine_settings import EngineSettings
 from orchestrator.context import operation
-from orchestrator.types import PhaseTimeouts, TransferBackend
+from orchestrator.types import KVPolicy, PhaseTimeouts, TransferBackend
 from tests.real_engine import RealRig, make_model, ray_session, state
 from tests.swaps import LocalSender
 
@@ -102,7 +102,9 @@ async def test_a_b_a_holds_and_writes_the_same_again(
         assert "proven" in rig.how and "to be" not in rig.how
 
 
-async def test_one_call_swaps_what_is_at_hand_under_load(rig: GpuRig) -> None:
+@pytest.mark.parametrize("kv", KVPolicy)
+async def test_one_call_swaps_what_is_at_hand_under_load(rig: GpuRig, kv: KVPolicy) -> None:
+    """Batch-invariant: what a request writes under the old label, it writes without a swap too."""
     await rig.sender.aclose()
     rig.sender = LocalSender(
         {w: state(m) for w, m in rig.models.items()}, backend=TransferBackend.IPC
@@ -110,10 +112,12 @@ async def test_one_call_swaps_what_is_at_hand_under_load(rig: GpuRig) -> None:
     rig.use, rig.backend, rig.staged = rig.sender.use, TransferBackend.IPC, False
     async with asyncio.timeout(DEADLINE_S):
         await rig.open()
-        await rig.swap("a")
+        for which in ("b", "a"):  # the first update only proves the plan
+            await rig.swap(which)
+        alone = await asyncio.gather(*(rig.generate(rig.request(300, i)) for i in range(4)))
         running = [asyncio.create_task(rig.generate(rig.request(300, i))) for i in range(4)]
         await rig.engine.wait_for_tokens(10)
-        update = rig.next_update()
+        update = rig.next_update(kv=kv)
         rig.use("b")
         sent = await rig.sender.stage(update.version)
         with operation(sync_id=update.sync_id, version=update.version):
@@ -123,5 +127,8 @@ async def test_one_call_swaps_what_is_at_hand_under_load(rig: GpuRig) -> None:
         assert await rig.engine.digests(update) == sent
         completions = await asyncio.gather(*running)
     assert swapped.ack.requests_in_flight == 4
-    for completion in completions:
+    for completion, uncut in zip(completions, alone, strict=True):
         assert [span.version for span in completion.spans] == [rig.version - 1, rig.version]
+        cut = completion.spans[0].end
+        assert completion.token_ids[:cut] == uncut.token_ids[:cut]
+        assert completion.token_ids != uncut.token_ids

@@ -85,14 +85,17 @@ async def test_the_first_update_proves_the_plan_and_the_others_replay_it(rig: St
     assert seen[0] == seen[2] != seen[1] == seen[3]
 
 
-async def test_bytes_arrive_while_requests_go_on_and_one_call_swaps(rig: StagedRig) -> None:
+@pytest.mark.parametrize("kv", KVPolicy)
+async def test_bytes_arrive_while_requests_go_on_and_one_call_swaps(
+    rig: StagedRig, kv: KVPolicy
+) -> None:
     async with asyncio.timeout(DEADLINE_S):
         await rig.swap("a")
         old = rig.version
         requests = [rig.request(160, i) for i in range(4)]
         running = [asyncio.create_task(rig.generate(r)) for r in requests]
         await rig.engine.wait_for_tokens(5)
-        update = rig.next_update()
+        update = rig.next_update(kv=kv)
         rig.use("b")
         sent = await rig.sender.stage(update.version)
         with operation(sync_id=update.sync_id, version=update.version):
@@ -110,8 +113,10 @@ async def test_bytes_arrive_while_requests_go_on_and_one_call_swaps(rig: StagedR
         check_completion(completion, request)
         assert [span.version for span in completion.spans] == [old, rig.version]
         cut = completion.spans[0].end
-        head = request.prompt.token_ids + completion.token_ids[:cut]
-        assert completion.token_ids[cut:] == rig.greedy("b", head, 160 - cut)
+        prompt, written = request.prompt.token_ids, completion.token_ids
+        assert written[:cut] == rig.greedy("a", prompt, cut), "labelled old, and new"
+        if kv is KVPolicy.RECOMPUTE:
+            assert written[cut:] == rig.greedy("b", prompt + written[:cut], 160 - cut)
 
 
 async def test_a_bit_that_flips_in_the_second_copy_is_found_in_the_live_weights(

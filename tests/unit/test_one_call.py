@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -64,6 +66,11 @@ class FakeCore:
         self.broken: dict[str, Exception] = {}
         """What a call raises."""
         self.scheduler = self.model_executor = self
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+        self.batch_queue: deque[str] = deque()
+        self.version, self.labels = "0", cast(list[tuple[str, str]], [])
+        self.at_hand = False
+        """The copies of an update are all there is to do."""
         self.input_queue: queue.Queue[object] = queue.Queue()
         self.idle: Future[None] = Future()
 
@@ -89,12 +96,25 @@ class FakeCore:
     def set_weight_version(self, version: str) -> None:
         self._call("version")
         self.mixed = False
+        self.version = version
 
-    def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[None]:
-        assert method == "midflight_apply"
+    def _attach_weight_version(self, outputs: str) -> None:
+        self.labels.append((outputs, self.version))
+
+    def step(self, name: str) -> None:
+        """One that was given to the device comes out, as in vLLM's loop."""
+        self.batch_queue.appendleft(name)
+        self.out()
+
+    def out(self) -> None:
+        self._attach_weight_version(self.batch_queue.pop())
+
+    def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[object]:
+        if method == "midflight_replay" and not self.at_hand:
+            return [False]
         self.mixed = True
         self._call("apply")
-        return [None]
+        return [True if method == "midflight_replay" else None]
 
 
 core_swap.install(FakeCore, WAKEUP)
@@ -132,6 +152,8 @@ class FakeLLM:
                 self.core.calls.append("apply")
                 self.core.mixed = True
                 await asyncio.Event().wait()
+            while self.core.batch_queue:
+                self.core.out()
             self.core.idle.set_result(None)
             assert self.core.input_queue.get_nowait() == WAKEUP, "the loop waits for input"
 
@@ -195,6 +217,47 @@ async def test_it_is_one_call_of_vllm_and_each_phase_is_timed(actor: Actor) -> N
     assert (done.ack.engine, done.ack.requests_in_flight) == ("e", 4)
     assert done.stats.nbytes == SPEC.nbytes
     assert min(done.quiesce, done.transfer, done.finalize, done.resume) > 0
+
+
+async def test_where_only_copies_are_queued_nothing_is_waited_for(actor: Actor) -> None:
+    actor.core.at_hand = True
+    actor.core.batch_queue.extend(["second", "first"])
+    done = await actor.swap()
+    assert actor.core.calls == ["apply"]
+    actor.core.out()
+    actor.core.out()
+    actor.core.step("third")
+    assert actor.core.labels == [("first", "0"), ("second", "0"), ("third", "1")]
+    assert done.ack.requests_in_flight == 4 and done.transfer > 0
+    await actor.left(version=1, paused=False, whole=True)
+
+
+async def test_the_next_swap_waits_until_the_steps_before_this_one_are_out(actor: Actor) -> None:
+    actor.core.at_hand = True
+    actor.core.batch_queue.append("first")
+    await actor.swap()
+    actor.weights._fetched = "s2"
+    await actor.swap(replace(UPDATE, sync_id="s2", version=PolicyVersion(2)))
+    assert actor.core.calls == ["apply", "pause", "version", "apply", "version", "resume"]
+    assert actor.core.labels == [("first", "0")]
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_caches_and_several_workers_need_a_pause(actor: Actor, several: bool) -> None:
+    actor.core.at_hand = True
+    if several:
+        actor.core.vllm_config.parallel_config.world_size = 2
+    await actor.swap(replace(UPDATE, kv_policy=KVPolicy.KEEP if several else KVPolicy.RECOMPUTE))
+    assert actor.core.calls == ["pause", "apply", "version", "resume"]
+
+
+async def test_copies_that_cannot_be_queued_leave_the_replica_paused(actor: Actor) -> None:
+    actor.core.at_hand = True
+    actor.core.broken["apply"] = RuntimeError("no memory")
+    with pytest.raises(SyncError, match="no memory") as caught:
+        await actor.swap()
+    assert (caught.value.phase, actor.core.calls) == ("SYNCING", ["apply", "pause"])
+    await actor.left(version=0, paused=True, whole=False)
 
 
 async def test_an_update_that_is_not_at_hand_costs_no_pause(actor: Actor) -> None:

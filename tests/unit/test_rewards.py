@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from actors.prompts import BUILTIN_PROMPTS
-from actors.rewards import DEFAULT_REWARD, REWARDS, alliteration, answer, check_reward, get_reward
+from actors.rewards import (
+    DEFAULT_REWARD,
+    REWARDS,
+    alliteration,
+    answer,
+    check_reward,
+    default_reward,
+    get_reward,
+    sevens,
+)
 from orchestrator.errors import ConfigError
 from orchestrator.types import Prompt
 
@@ -39,8 +48,15 @@ def test_every_reward_stays_within_zero_and_one(name: str, text: str) -> None:
     assert 0.0 <= get_reward(name)(BUILTIN_PROMPTS[2], text) <= 1.0
 
 
+def test_a_random_model_is_paid_for_what_it_can_write() -> None:
+    assert default_reward("random:qwen3-0.6b") == "sevens"
+    assert default_reward("tiny") == default_reward("org/random:name") == DEFAULT_REWARD
+    assert sevens("any", "<1707><23>a") == pytest.approx(2 / 6)
+    assert sevens("any", "no digits") == 0.0
+
+
 def test_an_unknown_reward_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown reward 'best'.*alliteration, answer"):
+    with pytest.raises(ConfigError, match=r"unknown reward 'best'.*alliteration, answer, sevens"):
         get_reward("best")
 
 
