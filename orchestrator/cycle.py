@@ -20,17 +20,18 @@ What a failure leaves behind:
 Requests of a fenced replica are continued on a serving one, or end with what they have.
 
 GENERATING  nothing was paused; the channel is closed, and opened again by the next swap.
-PAUSING     zero bytes were applied: every replica that answers resumes at the old version.
+PAUSING     zero bytes were applied: every replica that answers resumes at the old version. A sender
+            that began to send in the one call is called off like that too.
 SYNCING     replicas that were told to start an update are fenced, never resumed.
 RESUMING    the version is committed; a replica that did not resume is fenced.
 VALIDATING  on a mismatch every replica is fenced: nothing it writes can be trusted.
 
 A cancel counts as a failure of the phase it arrives in. No phase outlives its deadline.
 
-A single replica that has the bytes is paused, committed and resumed in one call, since nothing
-is to be decided in between; the machine goes through the phases with the seconds each took. While
-that call runs the state is PAUSING and :attr:`SwapCycle.committing` is set. An answer that does
-not say how far it came counts as SYNCING.
+A single replica that has the bytes, or gets them from device to device, is paused, committed and
+resumed in one call, since nothing is to be decided in between; the machine goes through the phases
+with the seconds each took. While that call runs the state is PAUSING and
+:attr:`SwapCycle.committing` is set. An answer that does not say how far it came counts as SYNCING.
 """
 
 from __future__ import annotations
@@ -119,10 +120,10 @@ class SwapCycle:
     async def prefetch(self, update: WeightUpdate) -> float:
         """Bring the staged bytes to the engines while they decode; returns the seconds it took.
 
-        Does nothing for an update whose bytes travel inside the pause. SyncError in STAGING: no
-        engine noticed, and the next swap may try again.
+        Where they travel inside the pause it is 0. SyncError in STAGING: no engine noticed, and
+        the next swap may try again.
         """
-        if not update.at_hand:
+        if not update.one_call:
             return 0.0
         budget, began = self._options.timeouts.staging, _now()
         try:
@@ -133,6 +134,8 @@ class SwapCycle:
                     self._options.timeouts.channel,
                     staged=update.staged,
                 )
+                if not update.at_hand:
+                    return 0.0
                 await self._fleet.prefetch(update, self._sender)
         except Exception as error:
             raise SyncError(STAGING, str(error), self._fleet.fenced) from error
@@ -156,7 +159,7 @@ class SwapCycle:
         self._machine.fire(Trigger.PAUSE, reason=f"version {update.version}")
         progress = _Progress([], [], prefetch=prefetch_s)
         try:
-            if update.at_hand and len(self._fleet.serving) == 1:
+            if update.one_call and len(self._fleet.serving) == 1:
                 await self._in_one_call(update, progress)
             else:
                 await self._pause(update, progress)
@@ -211,7 +214,7 @@ class SwapCycle:
         try:
             with operation(state=State.PAUSING.value):
                 async with deadline(State.SYNCING, budget, self._fleet.waiting_for):
-                    done = await self._fleet.swap(update, timeouts)
+                    done = await self._fleet.swap(update, timeouts, self._sender)
         except BaseException as error:
             self._came_to(update, error.phase if isinstance(error, SyncError) else State.SYNCING)
             raise

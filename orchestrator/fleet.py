@@ -316,9 +316,7 @@ class Fleet:
                 # A second cancel must not leave anybody in the collective; CLOSE_S bounds it.
                 await uninterrupted(self._end_transfer(sender, tasks))
 
-    async def _end_transfer(
-        self, sender: WeightSender, tasks: Sequence[asyncio.Task[TransferStats]]
-    ) -> None:
+    async def _end_transfer(self, sender: WeightSender, tasks: Sequence[asyncio.Task[Any]]) -> None:
         await self.close_channel(sender)
         await settle(tasks)
 
@@ -346,9 +344,13 @@ class Fleet:
             replica.dirty = False
         self.version = version
 
-    async def swap(self, update: WeightUpdate, timeouts: PhaseTimeouts) -> Swapped:
+    async def swap(
+        self, update: WeightUpdate, timeouts: PhaseTimeouts, sender: WeightSender
+    ) -> Swapped:
         """Pause, apply, set the version and resume the only serving replica, in one call.
 
+        Where the bytes are not at hand ``sender`` sends them meanwhile; if either fails the
+        channel is closed, since the other one sits in a collective.
         It holds ``update.version`` when this returns; :meth:`commit` publishes it, before
         anybody else gets to run. Until then what it wrote is kept back. SyncError in PAUSING: it
         is as it was; in RESUMING: it may be committed; any other error leaves it dirty.
@@ -358,7 +360,10 @@ class Fleet:
         replica.paused = replica.dirty = True
         replica.swapping = asyncio.get_running_loop().create_future()
         try:
-            done = await replica.engine.swap(update, timeouts)
+            if update.at_hand:
+                done = await replica.engine.swap(update, timeouts)
+            else:
+                done = await self._swap_and_send(replica, update, timeouts, sender)
         except BaseException as error:
             phase = error.phase if isinstance(error, SyncError) else ""
             if phase == State.PAUSING:
@@ -376,6 +381,27 @@ class Fleet:
         replica.applied = update.version
         replica.paused = False
         return done
+
+    async def _swap_and_send(
+        self,
+        replica: Replica,
+        update: WeightUpdate,
+        timeouts: PhaseTimeouts,
+        sender: WeightSender,
+    ) -> Swapped:
+        swap = asyncio.create_task(replica.engine.swap(update, timeouts))
+        send = asyncio.create_task(sender.send(update))
+        self._waiting.append("send")
+        try:
+            await asyncio.wait([swap, send], return_when=asyncio.FIRST_EXCEPTION)
+            # The replica's word goes first: it says what it is left with.
+            for task in (swap, send):
+                if task.done():
+                    task.result()
+            return swap.result()
+        finally:
+            if not (swap.done() and send.done()):
+                await uninterrupted(self._end_transfer(sender, [swap, send]))
 
     async def resume(self) -> None:
         """Let the serving replicas go on; a dirty one is refused."""

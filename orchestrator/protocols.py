@@ -113,7 +113,7 @@ class Engine(Protocol):
         ...
 
     async def swap(self, update: WeightUpdate, timeouts: PhaseTimeouts) -> Swapped:
-        """Pause, apply what was prefetched, set the version and resume, in one call.
+        """Pause, apply what was prefetched or comes now, set the version, resume: in one call.
 
         SyncError says in which phase it failed: in PAUSING nothing was applied and the replica
         goes on as it was; in SYNCING it stays paused and is dirty; in RESUMING it holds the

@@ -269,6 +269,12 @@ class WeightUpdate:
         return self.staged or self.backend is TransferBackend.IPC
 
     @property
+    def one_call(self) -> bool:
+        """A single replica pauses, takes the update and resumes in one call: the bytes are at hand,
+        or come from device to device in milliseconds."""
+        return self.at_hand or self.backend is TransferBackend.NCCL
+
+    @property
     def route(self) -> str:
         """How the bytes travel, as ``--backend`` names it."""
         return route(self.backend, self.staged)

@@ -268,7 +268,7 @@ class FakeEngine(FakeActor):
         """The calls of each phase, one after the other: their faults strike here too."""
         async with self._call("swap", update, timeouts):
             self._must_be_started()
-            if not update.at_hand or not self._has(update):
+            if update.at_hand and not self._has(update):
                 raise self._violate(f"swap to {update.sync_id}, which was not prefetched")
             began = _now()
             try:

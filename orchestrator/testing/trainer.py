@@ -180,7 +180,7 @@ class FakeTrainer(FakeActor):
         """A sender that enters a collective before its receivers were told may wait for ever."""
         told = {
             call.actor
-            for method in ("prefetch", "receive_update")
+            for method in ("prefetch", "receive_update", "swap")
             for call in self.world.calls(method)
             if call.args and call.args[0] == update
         }

@@ -31,6 +31,7 @@ from tests.unit.cycle_parts import LIVE_TOKENS, Parts
 
 STAGED = replace(SWAP, staged=True)
 IPC = replace(SWAP, backend=TransferBackend.IPC)
+NCCL = replace(SWAP, backend=TransferBackend.NCCL)
 PHASES = ["pause", "sync", "commit", "validate", "verify"]
 
 
@@ -44,6 +45,7 @@ async def parts(world: FakeWorld, request: pytest.FixtureRequest) -> Any:
 
 
 three = pytest.mark.parametrize("parts", [{"count": 3}], indirect=True)
+each_way = pytest.mark.parametrize("parts", [{}, {"options": NCCL}], indirect=True)
 each_count = pytest.mark.parametrize("parts", [{"count": 1}, {"count": 3}], indirect=True)
 
 
@@ -238,6 +240,36 @@ async def test_the_kv_policy_reaches_the_engine_in_one_call(world: FakeWorld, kv
     await parts.close()
 
 
+@each_way
+async def test_over_a_device_link_the_trainer_sends_while_the_replica_swaps(parts: Parts) -> None:
+    direct = parts.cycle._options is NCCL
+    report = await parts.swap()
+    assert report.ok and [t for t, _ in parts.moves] == PHASES
+    (swap,), (send,) = parts.world.calls("swap"), parts.world.calls("send")
+    assert (swap.seq < send.seq) is direct
+    assert len(parts.world.calls("prefetch")) == (0 if direct else 1)
+    assert (report.seconds.prefetch == 0) is direct
+    assert (await parts.swap(2)).ok
+    parts.assert_resumed_or_fenced()
+
+
+@pytest.mark.parametrize("parts", [{"options": NCCL}], indirect=True)
+@pytest.mark.parametrize("how", ["fail", "block"])
+async def test_a_sender_that_fails_ends_the_one_call(parts: Parts, how: str) -> None:
+    if how == "fail":
+        parts.world.faults.fail("trainer", "send")
+    else:
+        parts.world.faults.block("trainer", "send")
+    began = now()
+    with pytest.raises(SyncError, match="SYNCING") as caught:
+        await parts.swap()
+    assert now() - began <= sum((3, 12, 6)) + CLOSE_S + 1
+    assert caught.value.phase == "SYNCING"
+    assert parts.fleet.fenced == ("engine-0",)
+    assert parts.fleet.version == 0
+    assert parts.world.channels == {}, "somebody is left in the collective"
+
+
 FAILURES = (
     # method, phase, committed version, fenced, moves
     ("pause", State.PAUSING, 0, False, ["pause", "fault", "recover"]),
@@ -248,6 +280,7 @@ FAILURES = (
 )
 
 
+@each_way
 @pytest.mark.parametrize("kind", ["before", "after", "hang"])
 @pytest.mark.parametrize(("method", "phase", "version", "fenced", "moves"), FAILURES)
 async def test_a_failure_in_one_call_leaves_what_one_of_its_phases_would(
@@ -267,6 +300,7 @@ async def test_a_failure_in_one_call_leaves_what_one_of_its_phases_would(
     with pytest.raises(SyncError, match=f"^sync failed in {phase}: (engine engine-0|{phase})") as e:
         await parts.swap()
     assert now() - began <= STAGED.timeouts.of(phase) + 1
+    assert parts.world.channels == {} or parts.world.calls("send")[-1].ended is not None
     assert (e.value.phase, parts.fleet.version) == (phase, version)
     assert parts.fleet.fenced == e.value.fenced == (("engine-0",) if fenced else ())
     assert [t for t, _ in parts.moves] == moves
@@ -336,10 +370,13 @@ async def test_a_request_that_ends_before_the_answer_waits_for_the_version(parts
     parts.assert_resumed_or_fenced()
 
 
-async def test_a_cancel_at_any_await_of_a_one_call_swap_is_cleaned_up_and_final() -> None:
+@pytest.mark.parametrize("options", [STAGED, NCCL])
+async def test_a_cancel_at_any_await_of_a_one_call_swap_is_cleaned_up_and_final(
+    options: SwapOptions,
+) -> None:
     cancelled = 0
     for at in range(1, 200):
-        parts = Parts(FakeWorld(), count=1, options=STAGED)
+        parts = Parts(FakeWorld(), count=1, options=options)
         await parts.start()
         sent = await parts.trainer.stage(PolicyVersion(1))
         await parts.cycle.prefetch(parts.update())
@@ -367,7 +404,7 @@ async def test_a_cancel_at_any_await_of_a_one_call_swap_is_cleaned_up_and_final(
         await parts.close()
     else:
         pytest.fail("the swap never got through")
-    assert cancelled >= 6
+    assert cancelled >= 4
 
 
 # Under the orchestrator
