@@ -61,6 +61,13 @@ class Core:
     async def start(self) -> EngineInfo:
         """Bring vLLM up. Blocks no loop; EngineError with vLLM's reason if it fails."""
         settings = self._settings
+        cores = settings.extra.get("data_parallel_size", 1)
+        if cores != 1:
+            raise EngineError(
+                self.name,
+                f"data_parallel_size {cores}: a replica has one engine core, else its parts would "
+                "swap at different steps. Start more replicas instead (--engines)",
+            )
         os.environ.update(
             vllm_compat.engine_environment(
                 cpu=settings.cpu,

@@ -36,9 +36,9 @@ def install(core_class: Any, wakeup: object) -> None:
 class _Pending:
     """The swap that waits for the engine core to be idle."""
 
-    def __init__(self, sync_id: str, version: str) -> None:
+    def __init__(self, sync_id: str, version: str, asked_at: float) -> None:
         self.sync_id, self.version = sync_id, version
-        self.began = time.perf_counter()
+        self.began = asked_at
         self.answer: Future[Answer] = Future()
 
     def done(
@@ -53,15 +53,17 @@ class _Pending:
         self.answer.set_result({"failed": phase, "reason": reason})
 
 
-def midflight_swap(core: Any, mode: str, clear_cache: bool, sync_id: str, version: str) -> Any:
-    """Pause, apply, resume.
+def midflight_swap(
+    core: Any, mode: str, clear_cache: bool, sync_id: str, version: str, asked_at: float
+) -> Any:
+    """Pause, apply, resume. ``asked_at``: when the caller asked, by ``perf_counter``.
 
     Future of ``requests`` in flight, the seconds of each phase and ``resumed_at``;
 
     or of ``failed``, a state, and ``reason``. PAUSING: it was told to go on as it was. SYNCING: the
     weights may be mixed and the scheduler stays paused. RESUMING: applied, but still paused.
     """
-    swap = core.midflight_pending = _Pending(sync_id, version)
+    swap = core.midflight_pending = _Pending(sync_id, version, asked_at)
     if mode == "keep" and not clear_cache and _between_steps(core, swap):
         return swap.answer
     try:
@@ -79,8 +81,15 @@ def midflight_swap(core: Any, mode: str, clear_cache: bool, sync_id: str, versio
 
 def _between_steps(core: Any, swap: _Pending) -> bool:
     """Swap without a wait for the step under way; False, and nothing done, where that cannot be."""
-    labelling = "_attach_weight_version" in vars(core)
-    if core.vllm_config.parallel_config.world_size > 1 or labelling:
+    if (
+        core.vllm_config.parallel_config.world_size > 1
+        # Somebody has paused it: to queue copies would resume nothing.
+        or core.is_scheduler_paused()
+        # Labels of the swap before are still being set.
+        or "_attach_weight_version" in vars(core)
+        # Steps under way may be dropped there, and would be counted.
+        or getattr(core, "enable_fault_tolerance", False)
+    ):
         return False
     requests = sum(core.scheduler.get_request_counts())
     began = time.perf_counter()

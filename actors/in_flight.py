@@ -165,6 +165,7 @@ class Requests:
     def swapped(self, swap: Swap, resumed_at: float, in_flight: int) -> PauseAck:
         """It has; requests go on. ``resumed_at``: of the engine core, ``perf_counter`` seconds."""
         swap.settle(self._ledger.live.values(), resumed_at)
+        self._ack = None  # of a pause before
         self._gate.open()
         self._reporter.info("swapped", requests=in_flight, writing=len(swap.frozen))
         return PauseAck(self._core.name, in_flight)

@@ -1,6 +1,6 @@
 """The only place that knows which vLLM this is.
 
-0.32 is tested on a CPU; 0.33 ran on one NVIDIA H200 (backend ipc).
+0.32 is tested on a CPU; 0.33 ran on one NVIDIA H200 (backend ipc) and on two (nccl).
 
 Nothing here imports vLLM before it is called. What is used beyond vLLM's public interface,
 and why:
@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -77,7 +78,9 @@ def engine_environment(
         # 0.3 MB each whatever the model. A swap that recomputes the KV cache always brings a new
         # number, and between kept kernels the heap cannot be used again. vLLM itself keeps 32 for
         # each shape of weights. Not 0: packing the weights anew has kernels here too.
-        env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "128"
+        env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get(
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"
+        )
     if batch_invariant:
         env["VLLM_BATCH_INVARIANT"] = "1"
     return env
@@ -198,6 +201,10 @@ class Stream:
             self._ended.set_exception(UnexpectedAnswer("the request was closed"))
         if self._ended.exception() is not None:
             await self.abort()
+        # Collector and stream hold each other: a finished request would wait for the collector of
+        # garbage.
+        vars(self._collector).pop("put", None)
+        self._hear = None
         self._collector.close()
 
 
@@ -320,7 +327,7 @@ async def swap(
     """Pause, apply, set the version and resume inside the engine core: see ``core_swap``."""
     clear = _clears(mode, kv)
     answer: dict[str, Any] = await llm.engine_core.call_utility_async(
-        "midflight_swap", mode.value, clear, sync_id, str(version)
+        "midflight_swap", mode.value, clear, sync_id, str(version), time.perf_counter()
     )
     return answer
 

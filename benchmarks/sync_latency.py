@@ -206,6 +206,7 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> Result:
         cuda_graphs=bool(checked.gpus),
         path=options.json,
     )
+    result.save()
     tokens = min(DECODE_TOKENS["gpu" if checked.gpus else "cpu"], checked.max_model_len // 2)
     async with real_parts(options, run_dir) as bench:
         engines = [replica.engine for replica in bench.fleet.serving]

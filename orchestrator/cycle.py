@@ -247,8 +247,9 @@ class SwapCycle:
                 await self._fleet.resume()
                 p.resume = _now() - began
             p.first = tuple(await self._fleet.first_tokens(update))
-            on_device = [f.transfer for f in p.first if f.transfer is not None]
-            p.transfer = max(on_device, default=p.transfer)
+            if p.resumed:
+                on_device = [f.transfer for f in p.first if f.transfer is not None]
+                p.transfer = max(on_device, default=p.transfer)
         self._machine.fire(Trigger.VALIDATE, Guard.ALL_RESUMED)
 
     async def _validate(

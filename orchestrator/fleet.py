@@ -399,9 +399,10 @@ class Fleet:
                 if task.done():
                     task.result()
             return swap.result()
-        finally:
-            if not (swap.done() and send.done()):
-                await uninterrupted(self._end_transfer(sender, [swap, send]))
+        except BaseException:
+            # Also where all was sent: what nobody took would be taken for the next update.
+            await uninterrupted(self._end_transfer(sender, [swap, send]))
+            raise
 
     async def resume(self) -> None:
         """Let the serving replicas go on; a dirty one is refused."""

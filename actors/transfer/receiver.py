@@ -33,7 +33,7 @@ from actors import vllm_compat
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import TransferBackend
 
-from . import heap
+from . import heap, runs, tiles
 from .baseline import NativeInbox, NativeIpcInbox, NativeNcclInbox
 from .inbox import Inbox, Invitation, accept_dtypes
 from .ipc import IpcInbox
@@ -102,6 +102,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         main, declared = dtype_name(self.model_config.dtype), invitation.extra.get("wire_dtype")
 
         inbox_cls = self.inboxes[TransferBackend(invitation.backend)]
+
+        # Now: the first time a kernel is compiled, which takes seconds.
+        runs.usable(self.device)
+        tiles.usable(self.device)
 
         def accept(layout: Layout) -> bool:
             accept_dtypes(holds, main, declared, layout)
@@ -234,8 +238,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         """Close the channel for all its members. Idempotent."""
         inbox, self._inbox = self._inbox, None
         if inbox is not None:
-            self.device_seconds()  # its memory may still be read
-            inbox.leave(f"rank {inbox.rank}: {reason}")
+            try:
+                self.device_seconds()  # its memory may still be read
+            finally:
+                inbox.leave(f"rank {inbox.rank}: {reason}")
 
     @wire_errors
     def start_digest(self, key: str) -> None:
@@ -269,9 +275,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             return
         began, ended = torch.cuda.Event(True), torch.cuda.Event(True)  # type: ignore[no-untyped-call]
         began.record()
-        yield
-        ended.record()
-        self._copied = began, ended
+        try:
+            yield
+        finally:  # what was queued before an error runs all the same
+            ended.record()
+            self._copied = began, ended
 
     def _synchronize(self) -> None:
         if self.device.type != "cpu":

@@ -85,6 +85,9 @@ class FakeCore:
         self.idle = Future()
         return self.idle
 
+    def is_scheduler_paused(self) -> bool:
+        return self.paused
+
     def resume_scheduler(self) -> None:
         self._call("resume")
         assert not self.mixed, "mixed weights serve"
@@ -131,6 +134,7 @@ class FakeLLM:
         self.hangs = ""
         """The loop hangs in this: ``step`` answers others, ``apply`` nobody."""
         self._turn = asyncio.Lock()
+        self.outputs_queue: asyncio.Queue[object] = asyncio.Queue()
 
     async def call_utility_async(self, method: str, *args: object) -> object:
         async with self._turn:
@@ -156,6 +160,9 @@ class FakeLLM:
                 self.core.out()
             self.core.idle.set_result(None)
             assert self.core.input_queue.get_nowait() == WAKEUP, "the loop waits for input"
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        self.core.paused = True
 
     async def resume_scheduler_async(self) -> None:
         await asyncio.sleep(0.001)
@@ -251,6 +258,16 @@ async def test_caches_and_several_workers_need_a_pause(actor: Actor, several: bo
     assert actor.core.calls == ["pause", "apply", "version", "resume"]
 
 
+async def test_a_swap_ends_a_pause_that_was_there_before(actor: Actor) -> None:
+    actor.core.at_hand = True
+    pausing = asyncio.create_task(actor.requests.pause(PauseMode.KEEP, KVPolicy.KEEP, "s0"))
+    await pausing
+    assert actor.requests.idle
+    await actor.swap()
+    await actor.left(version=1, paused=False, whole=True)
+    assert not actor.requests.idle
+
+
 async def test_copies_that_cannot_be_queued_leave_the_replica_paused(actor: Actor) -> None:
     actor.core.at_hand = True
     actor.core.broken["apply"] = RuntimeError("no memory")
@@ -338,7 +355,9 @@ async def test_a_pause_that_fails_and_cannot_be_taken_back_says_why_it_failed(
     assert not actor.core.paused
 
 
-async def test_a_whole_swap_heals_a_failed_one(actor: Actor) -> None:
+@pytest.mark.parametrize("at_hand", [False, True])
+async def test_a_whole_swap_heals_a_failed_one(actor: Actor, at_hand: bool) -> None:
+    actor.core.at_hand = at_hand
     actor.core.broken["apply"] = RuntimeError("no memory")
     with pytest.raises(SyncError):
         await actor.swap()
