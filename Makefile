@@ -6,8 +6,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Where the CPU build of torch comes from when the configured index does not have it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# Tests that run side by side; what shares an engine stays together.
-WORKERS ?= 2
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test check unit lock install clean diagram
@@ -28,7 +26,7 @@ demo: install
 	$(BIN)/python -m orchestrator --steps 5
 
 test: install check
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest
 
 check: install
 	$(BIN)/ruff check .

@@ -17,25 +17,6 @@ from orchestrator.testing import FakeWorld, VirtualLoop, assert_no_leaked_tasks
 _VIRTUAL = ("unit", "property")
 
 
-_EACH_ALONE = ("test_command.py", "test_example.py")
-"""Each test starts a command of its own and shares nothing."""
-_ONE_ENGINE = ("test_engine.py", "test_actor_calls.py", "test_staged_engine.py")
-"""They share the session's engine, or its Ray."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together, in one of pytest-xdist's workers, what shares something slow."""
-    for item in items:
-        name = item.path.name
-        shares = name in _ONE_ENGINE or (item.path.parent.name == "contract" and is_real(item))
-        if name not in _EACH_ALONE:
-            item.add_marker(pytest.mark.xdist_group("engine" if shares else name))
-
-
-def is_real(item: pytest.Item) -> bool:
-    return item.get_closest_marker("real") is not None
-
-
 def _on_virtual_time(item: pytest.Item) -> bool:
     place = item.path.relative_to(item.config.rootpath / "tests").parts[0]
     return place in _VIRTUAL and item.get_closest_marker("real_time") is None
