@@ -65,7 +65,7 @@ def test_there_is_no_peer_copy_without_two_gpus(
 
 
 def test_shares_are_those_of_the_fastest_size(ceiling: Any) -> None:
-    import sync_latency
+    import results
 
     seconds = {"p50": None}
     phases = {"transfer": {"p50": 0.02}, "prefetch": {"p50": 0.04}}
@@ -83,7 +83,7 @@ def test_shares_are_those_of_the_fastest_size(ceiling: Any) -> None:
             ("staged-nccl", phases),
         )
     ]
-    assert sync_latency.ratios(methods, ceilings) == {
+    assert results.ratios(methods, ceilings) == {
         "ceiling's share of the transfer, nccl, 1 requests": pytest.approx(0.5),
         "ceiling's share of the transfer, staged-nccl, 1 requests": pytest.approx(0.1),
         "ceiling's share of the prefetch, staged-nccl, 1 requests": pytest.approx(0.25),
