@@ -15,6 +15,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Iterable
 
 import psutil
 
@@ -55,15 +56,17 @@ class Saboteur:
     def _pid(self) -> int:
         if self._victim == "engine_actor":
             return self._engine[0]
+        # Cut as the kernel cuts a process's name: its command line can be unreadable for a moment.
         if self._victim == "engine_core":
-            return self._named("EngineCore", psutil.Process(self._engine[0]))
-        return self._named("TrainerActor", psutil.Process())
+            return self._named("EngineCor", [psutil.Process(pid) for pid in self._engine])
+        return self._named("TrainerAct", psutil.Process().children(recursive=True))
 
-    def _named(self, word: str, root: psutil.Process) -> int:
-        for child in root.children(recursive=True):
-            if any(word in part for part in child.cmdline()):
-                return child.pid
-        raise LookupError(f"no process of {root} has {word} in its name")
+    def _named(self, word: str, processes: Iterable[psutil.Process]) -> int:
+        titles = {p.pid: " ".join([p.name(), *p.cmdline()]) for p in processes}
+        for pid, title in titles.items():
+            if word in title:
+                return pid
+        raise LookupError(f"none of {titles} has {word} in its name")
 
 
 def main() -> int:
