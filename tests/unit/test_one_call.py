@@ -394,3 +394,10 @@ async def test_a_cancel_at_any_time_never_resumes_mixed_weights() -> None:
     else:
         pytest.fail("the swap never got through")
     assert cancelled >= 6
+
+
+async def test_a_replica_of_several_engine_cores_is_refused_before_vllm_starts() -> None:
+    settings = EngineSettings(model="none", extra={"data_parallel_size": 2})
+    core = Core("e", settings, ActorReporter("e"), asyncio.get_running_loop())
+    with pytest.raises(EngineError, match=r"data_parallel_size 2.*Start more replicas"):
+        await core.start()
