@@ -270,8 +270,11 @@ class Orchestrator:
         if error is None or self._fatal is not None or self._closing:
             return
         swap = self._swapping
-        if swap is not None and not swap.done() and not self._fleet.serving:
-            return  # the swap that fenced every replica is about to say why
+        if swap is not None and not self._fleet.serving:
+            if not swap.done():
+                return  # the swap that fenced every replica is about to say why
+            if not swap.cancelled():
+                error = swap.exception() or error  # its caller has not been woken yet
         self._fatal = error
         self._cancel_host()
 
