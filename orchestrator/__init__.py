@@ -24,6 +24,7 @@ from orchestrator.events import (
     EngineStarted,
     Event,
     Observer,
+    ReplicaAdmitted,
     ReplicaDied,
     RolloutConsumed,
     RolloutFinished,
@@ -33,11 +34,17 @@ from orchestrator.events import (
     SwapFailed,
     TrainStepDone,
 )
-from orchestrator.options import GenerationOptions, SwapOptions, ValidationOptions
+from orchestrator.options import (
+    GenerationOptions,
+    RecoveryOptions,
+    SwapOptions,
+    ValidationOptions,
+)
 from orchestrator.protocols import (
     Digests,
     Engine,
     EngineFactory,
+    EngineMaker,
     FirstTokens,
     Scorer,
     Trainer,
@@ -97,11 +104,13 @@ __all__ = [
     "Orchestrator",
     "SwapOptions",
     "GenerationOptions",
+    "RecoveryOptions",
     "ValidationOptions",
     "PhaseTimeouts",
     # bring your own
     "Engine",
     "EngineFactory",
+    "EngineMaker",
     "Trainer",
     "WeightSender",
     "Scorer",
@@ -142,6 +151,7 @@ __all__ = [
     "Observer",
     "ActorLogged",
     "EngineStarted",
+    "ReplicaAdmitted",
     "ReplicaDied",
     "RolloutConsumed",
     "RolloutFinished",

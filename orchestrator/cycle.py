@@ -24,7 +24,8 @@ PAUSING     zero bytes were applied: every replica that answers resumes at the o
             that began to send in the one call is called off like that too.
 SYNCING     replicas that were told to start an update are fenced, never resumed.
 RESUMING    the version is committed; a replica that did not resume is fenced.
-VALIDATING  on a mismatch every replica is fenced: nothing it writes can be trusted.
+VALIDATING  on a mismatch every replica is fenced: nothing it writes can be trusted. With recovery
+            (see ``recovery``) those whose digest matched serve on, unless another check failed.
 
 A cancel counts as a failure of the phase it arrives in. No phase outlives its deadline.
 
@@ -42,16 +43,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from orchestrator.context import operation
-from orchestrator.errors import SyncError, ValidationFailed
+from orchestrator.context import current_op, operation
+from orchestrator.errors import PhaseTimeout, SyncError, ValidationFailed
 from orchestrator.fleet import Fleet
 from orchestrator.machine import PHASES, TERMINAL, Guard, SwapMachine, Trigger
 from orchestrator.options import SwapOptions
 from orchestrator.protocols import Digests, FirstTokens, WeightSender
+from orchestrator.replica import Replica
 from orchestrator.tasks import deadline, uninterrupted
 from orchestrator.types import (
     CheckResult,
+    KVPolicy,
     PauseAck,
+    PauseMode,
     PhaseSeconds,
     StallStats,
     State,
@@ -114,6 +118,8 @@ class SwapCycle:
         self._sender = sender
         self._validator = validator
         self._options = options
+        self.on_admitted: Callable[[Replica], None] = lambda replica: None
+        """Told of a replica that serves again."""
         self.committing = False
         """A call runs that pauses, commits and resumes: it must not be left half-way."""
 
@@ -123,8 +129,9 @@ class SwapCycle:
         Where they travel inside the pause it is 0. SyncError in STAGING: no engine noticed, and
         the next swap may try again.
         """
-        if not update.one_call:
+        if not update.one_call and not self._fleet.heals:
             return 0.0
+        self._fleet.muster()
         budget, began = self._options.timeouts.staging, _now()
         try:
             async with deadline(STAGING, budget, self._fleet.waiting_for):
@@ -138,6 +145,8 @@ class SwapCycle:
                     return 0.0
                 await self._fleet.prefetch(update, self._sender)
         except Exception as error:
+            if isinstance(error, PhaseTimeout):
+                self._fleet.lose_waiting(error.seconds)
             raise SyncError(STAGING, str(error), self._fleet.fenced) from error
         return _now() - began
 
@@ -156,10 +165,12 @@ class SwapCycle:
         Raises SyncError (what failed, where, who is fenced) or ValidationFailed; what the
         replicas are left with is described in the module. ``fresh`` runs in VALIDATING.
         """
-        self._machine.fire(Trigger.PAUSE, reason=f"version {update.version}")
+        again = self._fleet.heals and self._machine.state is State.RECOVERING
+        begin = Trigger.RETRY if again else Trigger.PAUSE
+        self._machine.fire(begin, reason=f"version {update.version}")
         progress = _Progress([], [], prefetch=prefetch_s)
         try:
-            if update.one_call and len(self._fleet.serving) == 1:
+            if update.one_call and self._alone():
                 await self._in_one_call(update, progress)
             else:
                 await self._pause(update, progress)
@@ -169,13 +180,92 @@ class SwapCycle:
         except BaseException as error:
             # Not the state: closing may have stopped the machine under this swap.
             phase = next(m.target for m in reversed(self._machine.history) if m.target in PHASES)
-            await uninterrupted(self._give_up(phase, error))
+            await uninterrupted(self._give_up(update, phase, error))
             if isinstance(error, Exception) and not isinstance(error, ValidationFailed):
                 reason = error.reason if isinstance(error, SyncError) else str(error)
-                raise SyncError(phase.value, reason, self._fleet.fenced) from error
+                failed = SyncError(phase.value, reason, self._fleet.fenced)
+                if self._fleet.version == update.version:
+                    failed.report = self._report(update, progress)
+                raise failed from error
             raise
+        finally:
+            self._fleet.dismiss()
         self._machine.fire(Trigger.VERIFY, Guard.VERDICT)
         return self._report(update, progress)
+
+    async def resync(self, number: int, sent: Digests, replicas: Sequence[Replica]) -> None:
+        """Bring fenced ``replicas`` to the committed version, which is what the sender has staged.
+
+        The machine is in RECOVERING; others serve meanwhile. Who shows the digests ``sent`` is
+        admitted. Raises what failed, ValidationFailed for who shows others; the channel is closed
+        after it, and opened again by the next swap.
+        """
+        fleet, budgets = self._fleet, self._options.timeouts
+        update = WeightUpdate(
+            sync_id=f"{current_op().run_id}-r{number}",
+            from_version=fleet.version,
+            version=fleet.version,
+            step=fleet.version,
+            backend=self._options.backend,
+            pause_mode=PauseMode.ABORT,
+            kv_policy=KVPolicy.RECOMPUTE,
+            staged=self._options.staged,
+        )
+        fleet.muster(replicas)
+        try:
+            with operation(
+                sync_id=update.sync_id, version=update.version, state=State.RECOVERING.value
+            ):
+                async with deadline(STAGING, budgets.staging, fleet.waiting_for):
+                    nbytes = await self._join(update)
+                async with deadline(State.PAUSING, budgets.pausing, fleet.waiting_for):
+                    await fleet.pause(update.pause_mode, update.kv_policy)
+                async with deadline(State.SYNCING, budgets.syncing, fleet.waiting_for):
+                    await self._apply(update)
+                    await fleet.finish_update(update)
+                async with deadline(State.VALIDATING, budgets.validating, fleet.waiting_for):
+                    result = await self._validator.digest(update, sent, nbytes)
+                proved = [r for r in fleet.here if r.proved == update.version]
+                fleet.muster(proved)
+                for replica in proved:
+                    replica.dirty = False
+                async with deadline(State.RESUMING, budgets.resuming, fleet.waiting_for):
+                    await fleet.resume()
+                for replica in fleet.here:
+                    self._admit(replica)
+                if result.verdict is Verdict.MISMATCH:
+                    raise ValidationFailed(explain(result))
+        except PhaseTimeout as error:
+            fleet.lose_waiting(error.seconds)
+            raise
+        finally:
+            fleet.dismiss()
+            await uninterrupted(fleet.close_channel(self._sender))
+
+    async def _join(self, update: WeightUpdate) -> int:
+        """Have a channel with the members, and the bytes there if they come first."""
+        fleet = self._fleet
+        await fleet.close_channel(self._sender)
+        spec = await fleet.open_channel(
+            self._sender, update.backend, self._options.timeouts.channel, staged=update.staged
+        )
+        if update.at_hand:
+            await fleet.prefetch(update, self._sender)
+        return spec.nbytes
+
+    async def _apply(self, update: WeightUpdate) -> list[TransferStats]:
+        await self._fleet.start_update(update)
+        if update.at_hand:
+            return await self._fleet.receive_update(update)
+        return await self._fleet.transfer(update, self._sender)
+
+    def _admit(self, replica: Replica) -> None:
+        self._fleet.admit(replica)
+        self.on_admitted(replica)  # before it is given a request
+
+    def _alone(self) -> bool:
+        members = self._fleet.members
+        return len(members) == 1 and not members[0].fenced
 
     @asynccontextmanager
     async def _phase(self) -> AsyncIterator[None]:
@@ -195,11 +285,7 @@ class SwapCycle:
     async def _sync(self, update: WeightUpdate, p: _Progress) -> None:
         async with self._phase():
             began = _now()
-            await self._fleet.start_update(update)
-            if update.at_hand:
-                p.moved = await self._fleet.receive_update(update)
-            else:
-                p.moved = await self._fleet.transfer(update, self._sender)
+            p.moved = await self._apply(update)
             moved = _now()
             await self._fleet.finish_update(update)
             p.transfer, p.finalize = moved - began, _now() - moved
@@ -263,6 +349,9 @@ class SwapCycle:
         async with self._phase():
             began = _now()
             self._require(await self._validator.digest(update, sent, nbytes), update, p)
+            for replica in self._fleet.here:
+                if replica.fenced and replica.proved == update.version:
+                    self._admit(replica)
             self._require(await self._validator.canary(), update, p)
             skipped = CheckResult("fresh", Verdict.SKIPPED)
             self._require(await fresh() if fresh is not None else skipped, update, p)
@@ -275,25 +364,44 @@ class SwapCycle:
             error.report = self._report(update, p)
             raise error
 
-    async def _give_up(self, phase: State, error: BaseException) -> None:
+    async def _give_up(self, update: WeightUpdate, phase: State, error: BaseException) -> None:
         """Leave every replica as the module says. Bounded by the budget of RESUMING.
 
         A cancel may mean that everything stops, so then it fits into the time for stopping.
         """
         seconds = self._options.timeouts.resuming
-        if isinstance(error, asyncio.CancelledError):
+        cancelled = isinstance(error, asyncio.CancelledError)
+        if cancelled:
             seconds = min(seconds, self._options.timeouts.stopping / 2)
         if self._machine.state not in TERMINAL:
             self._machine.fire(Trigger.FAULT, reason=f"{phase}: {error or type(error).__name__}")
+        fleet = self._fleet
         with operation(state=State.RECOVERING.value):
-            if phase is State.VALIDATING and isinstance(error, ValidationFailed):
-                self._fleet.fence_all()
-            self._fleet.fence_dirty()
-            await self._fleet.resume_clean(seconds)
-            await self._fleet.evict_fenced(seconds)
-        if not self._fleet.fenced and self._machine.state is State.RECOVERING:
-            serves = f"every replica serves version {self._fleet.version}"
+            if isinstance(error, PhaseTimeout) and phase is not State.PAUSING:
+                fleet.lose_waiting(error.seconds)
+            if phase is State.VALIDATING and not cancelled:
+                self._distrust(update, error)
+            fleet.fence_dirty()
+            await fleet.resume_clean(seconds)
+            await fleet.evict_fenced(seconds)
+        done = bool(fleet.serving) if fleet.heals else not fleet.fenced
+        if done and self._machine.state is State.RECOVERING:
+            serves = f"every replica serves version {fleet.version}"
+            if fleet.fenced:
+                serves = f"{len(fleet.serving)} replicas serve version {fleet.version}"
             self._machine.fire(Trigger.RECOVER, Guard.ALL_SERVING, reason=serves)
+
+    def _distrust(self, update: WeightUpdate, error: BaseException) -> None:
+        """Fence whoever is not proved to hold what was sent, and drop what it wrote with it."""
+        fleet = self._fleet
+        if not fleet.heals:
+            if isinstance(error, ValidationFailed):
+                fleet.fence_all()
+            return
+        unproved = [r for r in fleet.serving if r.proved != update.version]
+        # Digests that match prove the bytes; a check after them judges what was made of those.
+        everybody = isinstance(error, ValidationFailed) and not unproved
+        fleet.fence(fleet.serving if everybody else unproved, distrusted=update.version)
 
     def _report(self, update: WeightUpdate, p: _Progress) -> SyncReport:
         firsts = [f.seconds for f in p.first if f.seconds is not None]

@@ -107,6 +107,9 @@ class SyncError(MidflightError, RuntimeError):
     ``reason`` is what failed; ``fenced`` names the replicas that must not serve.
     """
 
+    report: object | None = None
+    """The SyncReport as far as the swap came, where it was committed."""
+
     def __init__(self, phase: str, message: str, fenced: tuple[str, ...] = ()) -> None:
         left = f" (fenced: {', '.join(fenced)})" if fenced else ""
         super().__init__(f"sync failed in {phase}: {message}{left}")

@@ -94,6 +94,16 @@ class ReplicaDied(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaAdmitted(Event):
+    """A replica serves again: it holds ``version`` whole, and its digest said so."""
+
+    engine: str
+    version: PolicyVersion
+    seconds: float
+    """Since it was fenced, or since the one it replaces was lost."""
+
+
+@dataclass(frozen=True, slots=True)
 class ActorLogged(Event):
     """A line from inside an actor."""
 

@@ -35,6 +35,7 @@ class Trigger(StrEnum):
     VERIFY = "verify"
     FAULT = "fault"
     RECOVER = "recover"
+    RETRY = "retry"
     STOP = "stop"
     FAIL = "fail"
 
@@ -113,14 +114,21 @@ TABLE: tuple[Rule, ...] = (
         (State.GENERATING, *PHASES),
         State.RECOVERING,
         None,
-        "a phase failed or outlived its deadline",
+        "a phase failed or outlived its deadline, or a replica is to be resynced",
     ),
     Rule(
         Trigger.RECOVER,
         (State.RECOVERING,),
         State.GENERATING,
         Guard.ALL_SERVING,
-        "every replica serves a committed version again",
+        "whoever serves holds a committed version",
+    ),
+    Rule(
+        Trigger.RETRY,
+        (State.RECOVERING,),
+        State.PAUSING,
+        None,
+        "a swap is tried again, by who serves and who may again",
     ),
     Rule(Trigger.STOP, _LIVE, State.STOPPED, None, "the run is over or was interrupted"),
     Rule(Trigger.FAIL, _LIVE, State.FAILED, None, "no way on; everything is released"),

@@ -26,6 +26,20 @@ class SwapOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryOptions:
+    """What is tried after a failure before the run is given up."""
+
+    attempts: int = 3
+    """Times a swap is tried again, a replica is resynced, or an actor is replaced, in a row.
+    0: the first failure ends the run."""
+    backoff_s: float = 1.0
+    """Seconds before the second try; they double with each."""
+    backoff_max_s: float = 30.0
+    min_engines: int = 1
+    """With fewer replicas that serve, or may again, the run is given up."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """How rollouts are made."""
 

@@ -220,3 +220,6 @@ class Trainer(WeightSender, Scorer, Protocol):
 
 EngineFactory = Callable[[str], Awaitable[Engine]]
 """Makes an engine that is not yet started from a checkpoint path (the fresh check)."""
+
+EngineMaker = Callable[[str], Engine]
+"""Makes an engine of this name that is not yet started: what a lost replica is replaced by."""

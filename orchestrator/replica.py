@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.errors import ChannelError
-from orchestrator.protocols import Engine
+from orchestrator.protocols import Digests, Engine
 from orchestrator.types import EngineInfo, PolicyVersion
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Replica:
     """One engine and what the fleet knows of it."""
 
@@ -19,13 +19,27 @@ class Replica:
     info: EngineInfo | None = None
     fenced: bool = False
     dirty: bool = False
+    lost: str | None = None
+    """Why it takes part in nothing any more: it is dead, hangs, or failed too often."""
     applied: PolicyVersion | None = None
     """Version of the last update it finished, committed or not."""
+    proved: PolicyVersion | None = None
+    """Newest version whose digest it showed; None once it is fenced."""
+    shown: Digests = field(default_factory=dict)
+    """The digests it showed for that version."""
+    epoch: int = 0
+    """How often it was fenced for what it wrote."""
+    distrust: dict[int, PolicyVersion] = field(default_factory=dict)
+    """Epoch -> requests begun in it keep no token of this version or a later one."""
     paused: bool = False
     swapping: asyncio.Future[None] | None = None
     """Ends when it is known what a swap in one call came to; None without one."""
+    since: float | None = None
+    """Loop time at which it, or the one it replaces, was fenced; None while it serves."""
     live: set[str] = field(default_factory=set)
     """Ids of the requests it was given and has not answered."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when nobody is to wait for an answer of it any more."""
 
     @property
     def name(self) -> str:

@@ -8,8 +8,11 @@ Tasks and what they wait for:
     requests  one a rollout or probe: waits for the engine
     swap      one at a time: waits as ``cycle`` says
 
+    heal      see ``recovery``
+
 A watch or the source that fails cancels the host: nothing idles on after a background task
-died. Leaving the block stops everything in a fixed order, within ``timeouts.stopping``.
+died. A replica that died is replaced instead, where that is wanted. Leaving the block stops
+everything in a fixed order, within ``timeouts.stopping``.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -39,21 +42,34 @@ from orchestrator.events import (
     EngineStarted,
     Event,
     Observer,
+    ReplicaAdmitted,
     ReplicaDied,
     RolloutConsumed,
     RolloutFinished,
     RunEnded,
     StateChanged,
-    SwapDone,
-    SwapFailed,
     TrainStepDone,
 )
 from orchestrator.fleet import Fleet
 from orchestrator.machine import Guard, SwapMachine, Transition, Trigger
-from orchestrator.options import GenerationOptions, SwapOptions, ValidationOptions
-from orchestrator.probes import Probe, Probes, wrote_under
-from orchestrator.protocols import Engine, EngineFactory, Scorer, Trainer, WeightSender
+from orchestrator.options import (
+    GenerationOptions,
+    RecoveryOptions,
+    SwapOptions,
+    ValidationOptions,
+)
+from orchestrator.probes import Probes
+from orchestrator.protocols import (
+    Engine,
+    EngineFactory,
+    EngineMaker,
+    Scorer,
+    Trainer,
+    WeightSender,
+)
+from orchestrator.recovery import Recovery
 from orchestrator.rollouts import RolloutSource
+from orchestrator.swaps import Swaps
 from orchestrator.tasks import (
     all_or_first_error,
     deadline,
@@ -62,12 +78,9 @@ from orchestrator.tasks import (
     uninterrupted,
 )
 from orchestrator.types import (
-    CheckResult,
     EngineInfo,
-    KVPolicy,
     OpContext,
     Outcome,
-    PauseMode,
     PolicyVersion,
     Prompt,
     Rollout,
@@ -118,6 +131,8 @@ class Orchestrator:
         generation: GenerationOptions | None = None,
         validation: ValidationOptions | None = None,
         engine_factory: EngineFactory | None = None,
+        recovery: RecoveryOptions | None = None,
+        replace_engine: EngineMaker | None = None,
         observers: Sequence[Observer] = (),
         run_id: str | None = None,
     ) -> None:
@@ -158,6 +173,34 @@ class Orchestrator:
         )
         self._cycle = SwapCycle(self._machine, self._fleet, trainer, self._validator, self._swap)
         self._sync_lock = asyncio.Lock()
+        self._recovery = Recovery(
+            recovery or RecoveryOptions(),
+            self._fleet,
+            self._cycle,
+            self._machine,
+            self._sync_lock,
+            make=replace_engine,
+            starting_s=self._swap.timeouts.starting,
+            up=self._up,
+            died=lambda name, cause: self._emit(ReplicaDied(time.time(), self._op(), name, cause)),
+            admitted=lambda r, seconds: self._emit(
+                ReplicaAdmitted(time.time(), self._op(), r.name, self._fleet.version, seconds)
+            ),
+            hopeless=self._fail,
+        )
+        self._cycle.on_admitted = self._recovery.served
+        self._swaps = Swaps(
+            trainer,
+            self._fleet,
+            self._cycle,
+            self._validator,
+            self._recovery,
+            self._probes,
+            self._source,
+            self._swap,
+            self._emit,
+            self._op,
+        )
         self._watchers: list[asyncio.Task[None]] = []
         self._host: asyncio.Task[Any] | None = None
         self._swapping: asyncio.Task[SyncReport] | None = None
@@ -168,7 +211,6 @@ class Orchestrator:
         self._closing = False
         self._left = False
         self._releasing: asyncio.Task[None] | None = None
-        self._nbytes = 0
         self._step = 0
 
     # What is going on
@@ -229,7 +271,9 @@ class Orchestrator:
                     await self._start()
             # Outside of that operation: requests belong to no phase, version or sync.
             with operation(run_id=self.run_id):
+                self._recovery.begin()
                 self._watch(self._source.run(), "source")
+                self._watch(self._recovery.run(), "heal")
         except BaseException as error:
             await self._leave(error)
             raise AssertionError("unreachable: leaving with an error raises it") from error
@@ -243,17 +287,17 @@ class Orchestrator:
             self._swap.timeouts.channel,
             staged=self._swap.staged,
         )
-        self._nbytes = spec.nbytes
+        self._swaps.nbytes = spec.nbytes
         await self._validator.control()
         self._machine.fire(Trigger.START, Guard.CHANNEL_PROVED)
 
     async def _start_engines(self) -> None:
-        def up(engine: Engine, info: EngineInfo) -> None:
-            # Watched at once: it may die while the others take their minutes to start.
-            self._watch(self._watch_engine(engine), f"watch-{engine.name}")
-            self._emit(EngineStarted(time.time(), self._op(), info))
+        await self._fleet.start(self._up)
 
-        await self._fleet.start(up)
+    def _up(self, engine: Engine, info: EngineInfo) -> None:
+        # Watched at once: it may die while the others take their minutes to start.
+        self._watch(self._watch_engine(engine), f"watch-{engine.name}")
+        self._emit(EngineStarted(time.time(), self._op(), info))
 
     async def _start_trainer(self) -> None:
         if isinstance(self._trainer, Trainer):
@@ -275,8 +319,13 @@ class Orchestrator:
                 return  # the swap that fenced every replica is about to say why
             if not swap.cancelled():
                 error = swap.exception() or error  # its caller has not been woken yet
-        self._fatal = error
-        self._cancel_host()
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the run with ``error``."""
+        if self._fatal is None and not self._closing:
+            self._fatal = error
+            self._cancel_host()
 
     def _cancel_host(self) -> None:
         assert self._host is not None
@@ -285,9 +334,14 @@ class Orchestrator:
 
     async def _watch_engine(self, engine: Engine) -> None:
         cause = await engine.wait_dead()
-        if not self._closing:
-            self._emit(ReplicaDied(time.time(), self._op(), engine.name, cause))
-            raise EngineDied(engine.name, cause)
+        if self._closing:
+            return
+        if self._fleet.heals:
+            for replica in self._fleet.named([engine.name]):
+                self._fleet.lose(replica, cause)
+            return
+        self._emit(ReplicaDied(time.time(), self._op(), engine.name, cause))
+        raise EngineDied(engine.name, cause)
 
     async def _watch_trainer(self) -> None:
         cause = await self._trainer.wait_dead()
@@ -374,6 +428,7 @@ class Orchestrator:
                 self._machine.fire(Trigger.FAULT, reason=why)
             self._machine.fire(Trigger.FAIL if failed else Trigger.STOP, reason=why)
             closing = [
+                asyncio.ensure_future(self._recovery.aclose()),
                 asyncio.ensure_future(self._fleet.aclose()),
                 asyncio.ensure_future(self._trainer.aclose()),
             ]
@@ -457,7 +512,8 @@ class Orchestrator:
             raise SyncBusy(f"a swap to version {self.version + 1} is running: wait for it")
         async with self._sync_lock:
             self._refuse_when_over()  # it may have ended while this waited
-            if self.state is not State.GENERATING:
+            healing = self.state is State.RECOVERING and self._fleet.heals
+            if self.state is not State.GENERATING and not healing:
                 fenced = ", ".join(self._fleet.fenced)
                 why = f"{fenced} must not serve" if fenced else "enter the orchestrator first"
                 raise IllegalTransition(self.state, Trigger.PAUSE, why)
@@ -480,7 +536,9 @@ class Orchestrator:
             )
             with operation(sync_id=update.sync_id, version=target, step=update.step):
                 swap = self._swapping = asyncio.create_task(
-                    self._swap_to(update, step is not None, fresh and self._options.fresh),
+                    self._swaps.run(
+                        update, scheduled=step is not None, fresh=fresh and self._options.fresh
+                    ),
                     name=update.sync_id,
                 )
                 try:
@@ -508,62 +566,6 @@ class Orchestrator:
     def _refuse_when_over(self) -> None:
         if self._over:
             raise Closed("no swap starts any more: the orchestrator is closed or about to be")
-
-    async def _swap_to(self, update: WeightUpdate, scheduled: bool, fresh: bool) -> SyncReport:
-        """Stage, prefetch, let probes get going (``scheduled``), swap.
-
-        In this order: what comes first takes longer than a probe on a fast engine lives.
-        """
-        probes: list[Probe] = []
-        waiting = "staging"
-        seconds = self._swap.timeouts.generating
-        async with deadline(State.GENERATING, seconds, lambda: waiting):
-            sent = await self._trainer.stage(update.version)
-            waiting = "the bytes to be at the engines"
-            with self._telling_of_failure():
-                prefetch_s = await self._cycle.prefetch(update)
-            if scheduled:
-                waiting = f"a live request with {self._swap.pause_after_tokens} tokens"
-                probes = self._probes.launch(f"p{update.step}.")
-                tokens = self._swap.pause_after_tokens
-                await self._probes.until_long_enough(probes, tokens, self._source.idle)
-
-        async def check() -> CheckResult:
-            return await self._fresh(update, probes)
-
-        with self._telling_of_failure():
-            report = await self._cycle.run(
-                update, sent, self._nbytes, check if fresh else None, prefetch_s=prefetch_s
-            )
-        self._emit(SwapDone(time.time(), self._op(), report))
-        return report
-
-    @contextlib.contextmanager
-    def _telling_of_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._emit(SwapFailed(time.time(), self._op(), error, self._fleet.fenced))
-            raise
-
-    async def _fresh(self, update: WeightUpdate, probes: Sequence[Probe]) -> CheckResult:
-        """Probes that the swap cut, or new ones where there are none that must be exact.
-
-        ``keep`` leaves KV of the old weights in a cut request and ``wait`` cuts none; a request
-        made after the swap must still equal a fresh engine's, token for token.
-        """
-        exact = update.pause_mode is PauseMode.ABORT or (
-            update.pause_mode is PauseMode.KEEP and update.kv_policy is KVPolicy.RECOMPUTE
-        )
-        ended = [await probe for probe in probes] if exact else []
-        if not wrote_under(ended, update.version):
-            prompts = self._probes.prompts or self._source.prompts
-            ended = [await p for p in self._probes.launch(f"{update.sync_id}-f", prompts)]
-        trainer = self._trainer
-        if not isinstance(trainer, Trainer):
-            raise MidflightError("the fresh check needs a trainer that saves checkpoints")
-        checkpoint = await trainer.save_checkpoint(f"v{update.version}")
-        return await self._validator.fresh(checkpoint, ended, update.version)
 
     async def rollouts(self) -> AsyncIterator[Rollout]:
         """Finished rollouts as they come, group by group, each with its staleness.

@@ -182,8 +182,12 @@ class Validator:
         return max(largest_difference(scored["trainer"], got) for got in written.values())
 
     async def digest(self, update: WeightUpdate, sent: Digests, nbytes: int) -> CheckResult:
-        """See the module."""
-        if not self.options.digest:
+        """See the module. Whoever has every tensor as sent is marked as proved; a replica that is
+        to be admitted is never left out."""
+        here = self._fleet.here
+        if not self.options.digest and not any(r.fenced for r in here):
+            for replica in here:
+                replica.proved = update.version
             return CheckResult("digest", Verdict.SKIPPED)
         try:
             received = await self._fleet.digests(update)
@@ -200,7 +204,18 @@ class Validator:
                 "reason": str(error),
             }
             return CheckResult("digest", Verdict.MISMATCH, detail)
+        for replica in self._fleet.named(received):
+            one = compare_digests(sent, {replica.name: received[replica.name]}, nbytes)
+            if one.verdict is Verdict.MATCH:
+                replica.proved, replica.shown = update.version, received[replica.name]
         return compare_digests(sent, received, nbytes)
+
+    def proved(self, sent: Digests, nbytes: int) -> CheckResult:
+        """The digest check over what every serving replica showed last, each at its own time."""
+        if not self.options.digest:
+            return CheckResult("digest", Verdict.SKIPPED)
+        shown = {r.name: r.shown if r.proved else {} for r in self._fleet.serving}
+        return compare_digests(sent, shown, nbytes)
 
     async def canary(self) -> CheckResult:
         """See the module."""

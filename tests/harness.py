@@ -15,6 +15,8 @@ from orchestrator import (
     PhaseTimeouts,
     PolicyVersion,
     Prompt,
+    RecoveryOptions,
+    ReplicaAdmitted,
     RolloutFinished,
     RunEnded,
     SwapFailed,
@@ -46,6 +48,7 @@ GENERATION = GenerationOptions(
     max_tokens=8, group_size=2, prompts_per_step=2, max_in_flight=4, buffer_size=8, probe_tokens=12
 )
 ALL = ValidationOptions(digest=True, canary=True, fresh=True)
+NO_RECOVERY = RecoveryOptions(attempts=0)
 DIGEST = ValidationOptions(digest=True, canary=False, fresh=False)
 
 
@@ -88,7 +91,9 @@ class Rig:
     cancels: int = 0
     """How often the test cancelled or interrupted the host."""
     fenced_at: dict[str, int] = field(default_factory=dict)
-    """Sequence number of the world at which an engine was first said to be fenced."""
+    """Sequence number of the world at which an engine was said to be fenced."""
+    fences: list[tuple[str, int, int]] = field(default_factory=list)
+    """Engine, and from when to when it was fenced, of those that were admitted again."""
     orchestrator: Orchestrator = field(init=False)
 
     def of(self, kind: type[E]) -> list[E]:
@@ -117,18 +122,26 @@ class Rig:
                     self.broken.append(f"spans of {rollout.request.request_id} do not cover it")
                 if len(rollout.completion.token_ids) > rollout.request.max_tokens:
                     self.broken.append(f"{rollout.request.request_id} outran its budget")
+            case ReplicaAdmitted(engine=name):
+                (admitted,) = [e for e in self.engines if e.name == name]
+                if admitted.death is None and (admitted.half_applied or admitted.paused):
+                    self.broken.append(f"{name} was admitted half-applied or paused")
+                if admitted.death is None and admitted.version != version:
+                    self.broken.append(f"{name} was admitted with {admitted.version}")
+                if name in self.fenced_at:
+                    self.fences.append((name, self.fenced_at.pop(name), self.world.tick()))
             case SwapFailed(fenced=fenced):
                 for name in fenced:
                     self.fenced_at.setdefault(name, self.world.tick())
                 for engine in self.engines:
                     if engine.death is None and engine.paused and engine.name not in fenced:
                         self.broken.append(f"{engine.name} was left paused and not fenced")
-                    if engine.half_applied and engine.name not in fenced:
+                    if engine.death is None and engine.half_applied and engine.name not in fenced:
                         self.broken.append(f"{engine.name} is half-applied and not fenced")
 
     def assert_invariants(self) -> None:
         """What holds after any run, however it ended, once the block was left."""
-        assert self.broken == []
+        assert not self.broken, self.broken
         assert self.world.violations == []
         assert self.versions == sorted(self.versions), "the version went backwards"
         running = [str(c) for c in self.world.running()]
@@ -138,6 +151,9 @@ class Rig:
         for name, fenced_at in self.fenced_at.items():
             late = [c for c in self.world.calls("generate", name) if c.seq > fenced_at]
             assert late == [], f"{name} was given requests after it was fenced"
+        for name, begin, end in self.fences:
+            between = [c for c in self.world.calls("generate", name) if begin < c.seq < end]
+            assert between == [], f"{name} was given requests while it was fenced"
         for call in self.world.calls("resume"):
             mixed = [
                 c
@@ -165,6 +181,8 @@ def make_rig(
     probes: Sequence[Prompt] = PROMPTS[:2],
     prompts: Sequence[Prompt] = PROMPTS,
     train_seconds: float = 0.1,
+    recovery: RecoveryOptions = NO_RECOVERY,
+    replacing: bool = False,
     observers: Sequence[Callable[[Event], None]] = (),
     **engine_options: Any,
 ) -> Rig:
@@ -173,8 +191,17 @@ def make_rig(
     trainer = FakeTrainer(world, train_seconds=train_seconds)
     replicas = [WatchedEngine(f"engine-{i}", world, **engine_options) for i in range(engines)]
     rig = Rig(world, trainer, replicas)
-    for replica in replicas:
+
+    def watched(replica: WatchedEngine) -> WatchedEngine:
         replica.published, replica.broken = lambda: rig.orchestrator.version, rig.broken
+        return replica
+
+    def another(name: str) -> WatchedEngine:
+        rig.engines.append(watched(WatchedEngine(name, world, **engine_options)))
+        return rig.engines[-1]
+
+    for replica in replicas:
+        watched(replica)
     rig.orchestrator = Orchestrator(
         replicas,
         trainer,
@@ -186,6 +213,8 @@ def make_rig(
         engine_factory=fake_engine_factory(trainer),
         observers=[rig.observe, *observers],
         run_id="run",
+        recovery=recovery,
+        replace_engine=another if replacing else None,
     )
     return rig
 

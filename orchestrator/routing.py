@@ -1,0 +1,170 @@
+"""Requests over several replicas: each ends once, whatever becomes of the replica it began on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from orchestrator.continuation import joined, newest, published, rest_of
+from orchestrator.errors import EngineDied, EngineError
+from orchestrator.protocols import Engine
+from orchestrator.replica import Replica
+from orchestrator.roster import Roster
+from orchestrator.tasks import all_or_first_error, settle
+from orchestrator.types import Completion, FinishReason, GenerationRequest, PolicyVersion
+
+
+class Router(Roster):
+    """Routes to the least loaded replica; continues elsewhere what a replica cannot end."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        super().__init__(engines)
+        self._ending = False
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Run ``request`` to its end, and have it wait while nobody serves but somebody may again.
+
+        What a pause in mode ``abort``, a fence or a death cut is continued from prompt + tokens so
+        far, within the request's own budget; :meth:`abort_requests` ends it for good, and so does
+        the lack of a replica that serves, now or later.
+        """
+        done: Completion | None = None
+        part = request
+        while True:
+            if not self.serving and (self.heals or self._ending or done is not None):
+                if self._ending or not self.heals:
+                    return _ended(request, done)
+                await self.changed()
+                continue
+            replica = self._route()
+            answer = await self._answer(replica, part)
+            if answer is None:
+                if self._ending:
+                    return _ended(request, done)
+                continue
+            done = joined(done, answer)
+            left = request.max_tokens - len(done.token_ids)
+            if done.finish_reason is not FinishReason.ABORT or self._ending:
+                return done
+            if left <= 0:
+                return replace(done, finish_reason=FinishReason.LENGTH)
+            part = rest_of(request, done)
+
+    async def _answer(self, replica: Replica, part: GenerationRequest) -> Completion | None:
+        """What ``replica`` wrote that may be used; None when nothing is known of it."""
+        replica.live.add(part.request_id)
+        epoch = replica.epoch
+        try:
+            answer = await self._ask(replica, part)
+        except EngineDied as error:
+            if not self.heals:
+                raise
+            answer = getattr(error, "partial", None)
+            self.lose(replica, str(error))
+        finally:
+            replica.live.discard(part.request_id)
+        if answer is None:
+            return None
+        if replica.swapping is not None and newest(answer) > self.version:
+            # The replica goes on by itself before its swap is published.
+            await asyncio.shield(replica.swapping)
+        trusted = self.version
+        if epoch in replica.distrust:
+            trusted = PolicyVersion(min(trusted, replica.distrust[epoch] - 1))
+        return published(answer, trusted)
+
+    async def _ask(self, replica: Replica, part: GenerationRequest) -> Completion | None:
+        """Its answer, or None once it is lost: then a call may never end."""
+        call = asyncio.ensure_future(replica.engine.generate(part))
+        gone = asyncio.ensure_future(replica.gone.wait())
+        try:
+            await asyncio.wait([call, gone], return_when=asyncio.FIRST_COMPLETED)
+            return call.result() if call.done() else None
+        finally:
+            await settle([call, gone])
+
+    def _must_serve(self) -> list[Replica]:
+        serving = self.serving
+        if not serving:
+            raise EngineError(
+                ", ".join(r.name for r in self._replicas), "no replica serves; all are fenced"
+            )
+        return serving
+
+    def _route(self) -> Replica:
+        return min(self._must_serve(), key=lambda r: len(r.live))
+
+    async def wait_for_tokens(self, threshold: int, among: Collection[str] | None = None) -> None:
+        """Wait until a live request has ``threshold`` tokens.
+
+        With ``among`` (request ids): one of them on every replica that runs any of them. Returns
+        too when nobody is left to wait for.
+        """
+        if self.heals and not self.serving:
+            return
+        serving = self._must_serve()
+        if among is not None:
+            # Not a fan-out: it goes on beside those of a swap, whose deadlines name who is missing.
+            wanted = frozenset(among)
+            await all_or_first_error(
+                self._tokens(r, threshold, wanted & r.live) for r in serving if wanted & r.live
+            )
+            return
+        waits = [asyncio.create_task(self._tokens(r, threshold)) for r in serving]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await settle(waits)
+
+    async def _tokens(
+        self, replica: Replica, threshold: int, among: Collection[str] | None = None
+    ) -> None:
+        call = asyncio.ensure_future(replica.engine.wait_for_tokens(threshold, among))
+        gone = asyncio.ensure_future(replica.gone.wait())
+        try:
+            await asyncio.wait([call, gone], return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                call.result()
+        except EngineDied:
+            if not self.heals:
+                raise
+        finally:
+            await settle([call, gone])
+
+    async def abort_requests(self) -> int:
+        """End every request for good, each with what it has; returns how many.
+
+        Fenced replicas too: what they had written before the swap is theirs to hand over. One
+        that fails does not keep the others from it.
+        """
+        self._ending = True
+        self.change()
+        ended = await asyncio.gather(
+            *(r.engine.abort_requests() for r in self._replicas if r.lost is None),
+            return_exceptions=True,
+        )
+        return sum(count for count in ended if isinstance(count, int))
+
+    async def evict_fenced(self, seconds: float) -> None:
+        """End the requests of fenced replicas there, so that :meth:`generate` moves them on.
+
+        A replica that does not answer within ``seconds`` is gone or hangs: it is lost.
+        """
+        fenced = [r for r in self._replicas if r.fenced and r.live and r.lost is None]
+        evictions = {r.name: asyncio.ensure_future(r.engine.abort_requests()) for r in fenced}
+        if evictions:
+            _, late = await asyncio.wait(evictions.values(), timeout=seconds)
+            await settle(evictions.values())
+            if self.heals:
+                for replica in fenced:
+                    if evictions[replica.name] in late:
+                        self.lose(replica, f"it did not end its requests within {seconds:g} s")
+
+
+def _ended(request: GenerationRequest, done: Completion | None) -> Completion:
+    if done is not None:
+        return replace(done, finish_reason=FinishReason.ABORT)
+    return Completion(request.request_id, "", (), (), (), FinishReason.ABORT)

@@ -1,0 +1,203 @@
+"""One swap with all that is around it: staging, probes, further tries, the fresh check.
+
+The tries of a swap (see ``recovery``): one that failed before its commit is made again by who is
+left and by who was fenced; after a commit only the fenced replicas are resynced, and what was not
+checked yet is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from orchestrator.context import operation
+from orchestrator.cycle import SwapCycle
+from orchestrator.errors import MidflightError, SyncError, TrainerDied, ValidationFailed
+from orchestrator.events import Event, SwapDone, SwapFailed
+from orchestrator.fleet import Fleet
+from orchestrator.options import SwapOptions
+from orchestrator.probes import Probe, Probes, wrote_under
+from orchestrator.protocols import Digests, Trainer, WeightSender
+from orchestrator.recovery import Recovery
+from orchestrator.rollouts import RolloutSource
+from orchestrator.tasks import deadline
+from orchestrator.types import (
+    CheckResult,
+    KVPolicy,
+    OpContext,
+    PauseMode,
+    State,
+    SyncReport,
+    Verdict,
+    WeightUpdate,
+)
+from orchestrator.validation import Validator, explain
+
+
+@dataclass(slots=True)
+class _Swap:
+    """What is known of one swap over all its tries."""
+
+    update: WeightUpdate
+    scheduled: bool
+    fresh: bool
+    sent: Digests = field(default_factory=dict)
+    probes: list[Probe] | None = None
+    tries: int = 0
+    first: MidflightError | None = None
+    """Why the first try failed."""
+    report: SyncReport | None = None
+    """As far as it came, once committed."""
+
+
+class Swaps:
+    """Makes swaps, one at a time; the caller serialises."""
+
+    def __init__(
+        self,
+        trainer: WeightSender,
+        fleet: Fleet,
+        cycle: SwapCycle,
+        validator: Validator,
+        recovery: Recovery,
+        probes: Probes,
+        source: RolloutSource,
+        options: SwapOptions,
+        emit: Callable[[Event], None],
+        op: Callable[[], OpContext],
+    ) -> None:
+        self._trainer, self._fleet, self._cycle = trainer, fleet, cycle
+        self._validator, self._recovery = validator, recovery
+        self._probes, self._source, self._options = probes, source, options
+        self._emit, self._op = emit, op
+        self.nbytes = 0
+        """Bytes of one update."""
+
+    async def run(self, update: WeightUpdate, *, scheduled: bool, fresh: bool) -> SyncReport:
+        """Stage, prefetch, let probes get going (``scheduled``), swap; again while that may help.
+
+        Raises what the first try failed with, when the last one failed too.
+        """
+        swap = _Swap(update, scheduled, fresh)
+        await self._stage(swap)
+        try:
+            tries = 1 + self._recovery.tries
+            async for attempt in self._recovery.retrying(self._may_help, tries):
+                with attempt:
+                    report = await self._try(swap)
+        except (SyncError, ValidationFailed) as error:
+            self._recovery.settle_state()
+            if swap.first is None or error is swap.first:
+                raise
+            raise swap.first from error
+        except BaseException:
+            self._recovery.settle_state()
+            raise
+        self._emit(SwapDone(time.time(), self._op(), report))
+        return report
+
+    def _may_help(self, error: BaseException) -> bool:
+        """A dead trainer has nothing to send; anything else is not about the swap."""
+        if not isinstance(error, SyncError | ValidationFailed) or not self._fleet.heals:
+            return False
+        return not isinstance(error.__cause__, TrainerDied)
+
+    async def _stage(self, swap: _Swap) -> None:
+        waiting = "staging"
+        self._recovery.staged = None
+        async with deadline(State.GENERATING, self._options.timeouts.generating, lambda: waiting):
+            swap.sent = await self._trainer.stage(swap.update.version)
+        self._recovery.staged = (swap.update.version, swap.sent)
+
+    async def _try(self, swap: _Swap) -> SyncReport:
+        swap.tries += 1
+        try:
+            with self._telling_of_failure():
+                if self._fleet.version < swap.update.version:
+                    return await self._once(swap)
+                return await self._prove(swap)
+        except (SyncError, ValidationFailed) as error:
+            swap.first = swap.first or error
+            if isinstance(error.report, SyncReport):
+                swap.report = error.report
+            self._recovery.note(error)
+            raise
+
+    async def _once(self, swap: _Swap) -> SyncReport:
+        update = swap.update
+        if swap.tries > 1:
+            # An answer that comes late must not be taken for one of this try.
+            update = replace(update, sync_id=f"{update.sync_id}.{swap.tries}")
+        waiting = "a replica that can take part"
+        seconds = self._options.timeouts.generating
+        with operation(sync_id=update.sync_id):
+            async with deadline(State.GENERATING, seconds, lambda: waiting):
+                await self._fleet.until_members()
+                waiting = "the bytes to be at the engines"
+                prefetch_s = await self._cycle.prefetch(update)
+                if swap.scheduled and swap.probes is None:
+                    tokens = self._options.pause_after_tokens
+                    waiting = f"a live request with {tokens} tokens"
+                    swap.probes = self._probes.launch(f"p{update.step}.")
+                    await self._probes.until_long_enough(swap.probes, tokens, self._source.idle)
+
+            async def check() -> CheckResult:
+                return await self._fresh(update, swap.probes or [])
+
+            return await self._cycle.run(
+                update,
+                swap.sent,
+                self.nbytes,
+                check if swap.fresh else None,
+                prefetch_s=prefetch_s,
+            )
+
+    async def _prove(self, swap: _Swap) -> SyncReport:
+        """It is committed: resync who was fenced for it, then run the checks that did not pass."""
+        assert swap.report is not None and swap.first is not None
+        await self._recovery.heal()
+        fleet, update = self._fleet, swap.update
+        if not fleet.serving:
+            raise swap.first
+        async with deadline(State.VALIDATING, self._options.timeouts.validating):
+            checks = [self._validator.proved(swap.sent, swap.report.nbytes)]
+            checks.append(await self._validator.canary())
+            if swap.fresh:
+                checks.append(await self._fresh(update, []))
+        report = replace(swap.report, checks=tuple(checks))
+        for result in checks:
+            if result.verdict is Verdict.MISMATCH:
+                fleet.fence(fleet.serving, distrusted=update.version)
+                error = ValidationFailed(explain(result))
+                error.report = report
+                raise error
+        return report
+
+    @contextlib.contextmanager
+    def _telling_of_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._emit(SwapFailed(time.time(), self._op(), error, self._fleet.fenced))
+            raise
+
+    async def _fresh(self, update: WeightUpdate, probes: Sequence[Probe]) -> CheckResult:
+        """Probes that the swap cut, or new ones where there are none that must be exact.
+
+        ``keep`` leaves KV of the old weights in a cut request and ``wait`` cuts none; a request
+        made after the swap must still equal a fresh engine's, token for token.
+        """
+        exact = update.pause_mode is PauseMode.ABORT or (
+            update.pause_mode is PauseMode.KEEP and update.kv_policy is KVPolicy.RECOMPUTE
+        )
+        ended = [await probe for probe in probes] if exact else []
+        if not wrote_under(ended, update.version):
+            prompts = self._probes.prompts or self._source.prompts
+            ended = [await p for p in self._probes.launch(f"{update.sync_id}-f", prompts)]
+        trainer = self._trainer
+        if not isinstance(trainer, Trainer):
+            raise MidflightError("the fresh check needs a trainer that saves checkpoints")
+        checkpoint = await trainer.save_checkpoint(f"v{update.version}")
+        return await self._validator.fresh(checkpoint, ended, update.version)
