@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from orchestrator.errors import EngineDied, EngineError, SyncError
 from orchestrator.protocols import Digests, Engine, FirstTokens, WeightSender
@@ -33,6 +33,10 @@ CLOSE_S = 5.0
 """Seconds for a side of the channel, or for a fresh engine, to close."""
 
 
+class _Side(Protocol):
+    async def close_channel(self) -> None: ...
+
+
 class Fleet(Router):
     """All replicas of a policy. Fan-out raises the first error and cancels the rest."""
 
@@ -41,6 +45,8 @@ class Fleet(Router):
         self._waiting: dict[str, Replica | None] = {}
         self._channel: frozenset[str] | None = None
         """Who is in the channel that is open, by name."""
+        self._unclosed: dict[Replica | None, _Side] = {}
+        """Who did not leave the last one; None: the sender."""
 
     def waiting_for(self) -> str:
         """Who has not answered the running fan-out yet (for the error of a deadline)."""
@@ -114,18 +120,22 @@ class Fleet(Router):
         ``staged``: workers make room for a second copy of the weights as they join. If it fails,
         every side is closed: a worker that waits for another one decodes nothing.
         """
-        members = [r for r in self.members if r.info is not None]
+        if self.heals:
+            await self._close_again()
+        members = [r for r in self.here if r.info is not None]
+        if not members:
+            raise EngineError(self.names, "no replica is left to open a channel with")
         workers = [r.info.workers for r in members if r.info is not None]
-        spec = await sender.listen(backend, 1 + sum(workers), timeout_s)
-        spec = replace(spec, staged=staged)
         rank = dict(zip([r.name for r in members], first_ranks(workers), strict=True))
-
-        async def engines() -> None:
-            await self._fan_out(
-                "open_channel", lambda r: r.engine.open_channel(spec, rank[r.name]), members
-            )
-
         try:
+            spec = await sender.listen(backend, 1 + sum(workers), timeout_s)
+            spec = replace(spec, staged=staged)
+
+            async def engines() -> None:
+                await self._fan_out(
+                    "open_channel", lambda r: r.engine.open_channel(spec, rank[r.name]), members
+                )
+
             await all_or_first_error([engines(), sender.open_channel(spec)])
         except BaseException:
             await uninterrupted(self.close_channel(sender))
@@ -154,15 +164,27 @@ class Fleet(Router):
         A side that is dead or does not answer within ``CLOSE_S`` is left to its end.
         """
         self._channel = None
-        sides = [
-            sender.close_channel(),
-            *(r.engine.close_channel() for r in self._replicas if r.lost is None),
-        ]
-        tasks = [asyncio.ensure_future(side) for side in sides]
+        here = [r for r in self._replicas if r.lost is None]
+        self._unclosed = await self._close_sides({None: sender, **{r: r.engine for r in here}})
+
+    async def _close_sides(
+        self, sides: Mapping[Replica | None, _Side]
+    ) -> dict[Replica | None, _Side]:
+        """Those that failed to, or did not answer within ``CLOSE_S``."""
+        tasks = {who: asyncio.ensure_future(side.close_channel()) for who, side in sides.items()}
         try:
-            await asyncio.wait(tasks, timeout=CLOSE_S)
+            await asyncio.wait(tasks.values(), timeout=CLOSE_S)
         finally:
-            await settle(tasks)
+            await settle(tasks.values())
+        return {w: sides[w] for w, t in tasks.items() if t.cancelled() or t.exception()}
+
+    async def _close_again(self) -> None:
+        """Sides that may still be in a former channel can be in no other: a second try is due."""
+        again, self._unclosed = self._unclosed, {}
+        if again:
+            for who in await self._close_sides(again):
+                if who is not None:
+                    self.lose(who, f"it does not leave its transfer group within {CLOSE_S:g} s")
 
     async def aclose(self) -> None:
         """Release every replica. The first error is raised after all were tried."""

@@ -69,11 +69,12 @@ class Recovery:
         died: Callable[[str, str], None],
         admitted: Callable[[Replica, float], None],
         hopeless: Callable[[BaseException], None],
+        over: Callable[[], bool],
     ) -> None:
         self._options, self._fleet, self._cycle, self._machine = options, fleet, cycle, machine
         self._lock, self._make, self._starting_s = lock, make, starting_s
         self._up, self._died, self._hopeless = up, died, hopeless
-        self._admitted = admitted
+        self._admitted, self._over = admitted, over
         self._places: dict[str, _Place] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: set[Engine] = set()
@@ -209,6 +210,8 @@ class Recovery:
 
     def due(self) -> bool:
         """Whether a fenced replica can be brought back now."""
+        if self._over():
+            return False  # a swap that is being ended has let go of the lock already
         joining, version = self._fleet.joining, self._fleet.version
         known = self.staged is not None and self.staged[0] == version
         return bool(joining) and (known or any(self._whole(r) for r in joining))

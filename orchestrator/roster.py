@@ -71,6 +71,11 @@ class Roster:
         """What the started replicas said about themselves."""
         return [r.info for r in self._replicas if r.info is not None]
 
+    @property
+    def names(self) -> str:
+        """All replicas, for a message."""
+        return ", ".join(r.name for r in self._replicas)
+
     def named(self, names: Collection[str]) -> list[Replica]:
         """The replicas of these names."""
         return [r for r in self._replicas if r.name in names]

@@ -87,9 +87,7 @@ class Router(Roster):
     def _must_serve(self) -> list[Replica]:
         serving = self.serving
         if not serving:
-            raise EngineError(
-                ", ".join(r.name for r in self._replicas), "no replica serves; all are fenced"
-            )
+            raise EngineError(self.names, "no replica serves; all are fenced")
         return serving
 
     def _route(self) -> Replica:

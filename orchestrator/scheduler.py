@@ -187,6 +187,7 @@ class Orchestrator:
                 ReplicaAdmitted(time.time(), self._op(), r.name, self._fleet.version, seconds)
             ),
             hopeless=self._fail,
+            over=lambda: self._over,
         )
         self._cycle.on_admitted = self._recovery.served
         self._swaps = Swaps(

@@ -126,10 +126,7 @@ class Swaps:
             raise
 
     async def _once(self, swap: _Swap) -> SyncReport:
-        update = swap.update
-        if swap.tries > 1:
-            # An answer that comes late must not be taken for one of this try.
-            update = replace(update, sync_id=f"{update.sync_id}.{swap.tries}")
+        update = _of_this_try(swap)
         waiting = "a replica that can take part"
         seconds = self._options.timeouts.generating
         with operation(sync_id=update.sync_id):
@@ -158,7 +155,7 @@ class Swaps:
         """It is committed: resync who was fenced for it, then run the checks that did not pass."""
         assert swap.report is not None and swap.first is not None
         await self._recovery.heal()
-        fleet, update = self._fleet, swap.update
+        fleet, update = self._fleet, _of_this_try(swap)
         if not fleet.serving:
             raise swap.first
         async with deadline(State.VALIDATING, self._options.timeouts.validating):
@@ -201,3 +198,10 @@ class Swaps:
             raise MidflightError("the fresh check needs a trainer that saves checkpoints")
         checkpoint = await trainer.save_checkpoint(f"v{update.version}")
         return await self._validator.fresh(checkpoint, ended, update.version)
+
+
+def _of_this_try(swap: _Swap) -> WeightUpdate:
+    """An answer that comes late must not be taken for one of this try."""
+    if swap.tries == 1:
+        return swap.update
+    return replace(swap.update, sync_id=f"{swap.update.sync_id}.{swap.tries}")

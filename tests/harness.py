@@ -94,6 +94,7 @@ class Rig:
     """Sequence number of the world at which an engine was said to be fenced."""
     fences: list[tuple[str, int, int]] = field(default_factory=list)
     """Engine, and from when to when it was fenced, of those that were admitted again."""
+    recovery: RecoveryOptions = NO_RECOVERY
     orchestrator: Orchestrator = field(init=False)
 
     def of(self, kind: type[E]) -> list[E]:
@@ -142,7 +143,7 @@ class Rig:
     def assert_invariants(self) -> None:
         """What holds after any run, however it ended, once the block was left."""
         assert not self.broken, self.broken
-        assert self.world.violations == []
+        assert not self.world.violations, self.world.violations
         assert self.versions == sorted(self.versions), "the version went backwards"
         running = [str(c) for c in self.world.running()]
         assert running == [], f"calls that never ended: {running}"
@@ -190,7 +191,7 @@ def make_rig(
     world = world or FakeWorld()
     trainer = FakeTrainer(world, train_seconds=train_seconds)
     replicas = [WatchedEngine(f"engine-{i}", world, **engine_options) for i in range(engines)]
-    rig = Rig(world, trainer, replicas)
+    rig = Rig(world, trainer, replicas, recovery=recovery)
 
     def watched(replica: WatchedEngine) -> WatchedEngine:
         replica.published, replica.broken = lambda: rig.orchestrator.version, rig.broken

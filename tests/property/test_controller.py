@@ -25,6 +25,8 @@ from orchestrator import (
     Orchestrator,
     Outcome,
     PauseMode,
+    RecoveryOptions,
+    ReplicaAdmitted,
     RequestKind,
     RolloutFinished,
     State,
@@ -36,7 +38,7 @@ from orchestrator import (
     Verdict,
 )
 from orchestrator.tasks import settle
-from orchestrator.testing import FakeWorld, run
+from orchestrator.testing import FakeEngine, FakeWorld, run
 from orchestrator.testing.faults import When
 from tests.harness import ALL, GENERATION, PROMPTS, SWAP, Rig, drive, make_rig, now
 
@@ -129,6 +131,8 @@ class Scenario:
     answer_seconds: float
     """What the answer of a swap in one call takes; the replica goes on before it."""
     faults: tuple[Fault, ...]
+    recovery: RecoveryOptions
+    replacing: bool
 
 
 @st.composite
@@ -179,6 +183,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         draw(st.sampled_from([0.0, 0.1, 2.0])),
         draw(st.sampled_from([0.0, 0.3])),
         tuple(draw(st.lists(faults, max_size=3))),
+        RecoveryOptions(draw(st.sampled_from([0, 2, 3])), 0.2, 1.0),
+        draw(st.booleans()),
     )
 
 
@@ -188,7 +194,9 @@ def prepare(scenario: Scenario, cancel: Callable[[], object]) -> Rig:
 
     def weights_are_those_sent(event: Event) -> None:
         if isinstance(event, SwapDone):
-            for engine in rig.engines:
+            for replica in rig.orchestrator._fleet.serving:
+                engine = replica.engine
+                assert isinstance(engine, FakeEngine)
                 if engine.death is None and engine.weights != rig.trainer.staged:
                     rig.broken.append(f"{engine.name} does not hold version {engine.version}")
 
@@ -206,6 +214,8 @@ def prepare(scenario: Scenario, cancel: Callable[[], object]) -> Rig:
         validation=scenario.validation,
         probes=PROMPTS[: scenario.probes],
         train_seconds=scenario.train_seconds,
+        recovery=scenario.recovery,
+        replacing=scenario.replacing,
         observers=[weights_are_those_sent],
     )
     actors = {a.name: a for a in [*rig.engines, rig.trainer]}
@@ -277,7 +287,7 @@ def check_the_end(rig: Rig, result: BaseException | None) -> None:
     longest = budgets.starting + 5 + budgets.stopping
     longest += 3 * (2 * budgets.generating + budgets.pausing + budgets.syncing + 5)
     longest += 3 * (2 * budgets.resuming + budgets.validating)
-    assert now() <= longest
+    assert now() <= longest * (1 + rig.recovery.attempts)
 
 
 @settings(PROFILE, max_examples=400)
@@ -387,8 +397,118 @@ def test_many_callers_of_sync_under_any_faults_each_get_one_answer(
         assert len(versions) == len(set(versions)), "two callers got the same swap"
         assert len(rig.of(SwapDone)) >= len(versions)
         asked = sum(1 + c.again for c in calls) + scenario.steps * trains
-        assert len(rig.of(SwapFailed)) + len(rig.of(SwapDone)) <= asked
+        assert len(rig.of(SwapDone)) <= asked
+        tries = 1 + scenario.recovery.attempts
+        assert len(rig.of(SwapFailed)) + len(rig.of(SwapDone)) <= asked * tries
         await settle(tasks)
+
+    run(main())
+
+
+SURVIVABLE = (
+    "pause",
+    "start_update",
+    "receive_update",
+    "finish_update",
+    "resume",
+    "swap",
+    "wait_first_tokens",
+    "digests",
+    "prefetch",
+    "abort_requests",
+    "close_channel",
+)
+
+
+@st.composite
+def survivable(draw: st.DrawFn) -> Scenario:
+    """Faults that leave a way on, fewer than there are tries."""
+    scenario = draw(scenarios())
+    engine = st.integers(0, scenario.engines - 1).map(lambda i: f"engine-{i}")
+    calls = st.builds(
+        CallFault,
+        engine,
+        st.sampled_from(SURVIVABLE),
+        st.sampled_from([1, 2, 3]),
+        st.sampled_from(When),
+        st.sampled_from(["fail", "delay", "block", "die"]),
+        st.sampled_from([0.001, 0.5, 4.0]),
+    )
+    deaths = st.builds(
+        CallFault,
+        engine,
+        st.sampled_from(["generate", "wait_for_tokens"]),
+        st.integers(1, 20),
+        st.sampled_from(When),
+        st.just("die"),
+        st.just(0.0),
+    )
+    sends = st.builds(
+        CallFault,
+        st.just("trainer"),
+        st.sampled_from(["send", "close_channel"]),
+        st.sampled_from([1, 2]),
+        st.sampled_from(When),
+        st.just("fail"),
+        st.just(0.0),
+    )
+    wire = st.builds(
+        WireFault,
+        st.sampled_from(["flip", "drop", "blank", "fail"]),
+        engine,
+        st.sampled_from(TENSORS),
+        st.sampled_from([1, 2]),
+    )
+    timed = st.builds(
+        TimedFault, st.just("kill"), engine, st.integers(100, 900).map(lambda ms: ms / 1000)
+    )
+    faults = st.one_of(calls, calls, deaths, sends, wire, timed)
+    return replace(
+        scenario,
+        faults=tuple(draw(st.lists(faults, max_size=4))),
+        recovery=RecoveryOptions(attempts=6, backoff_s=0.2, backoff_max_s=1.0),
+        replacing=True,
+        train_seconds=0.1,
+        max_staleness=None,
+    )
+
+
+@settings(PROFILE, max_examples=600)
+@given(survivable())
+def test_a_run_survives_what_leaves_a_way_on_and_loses_nothing(scenario: Scenario) -> None:
+    async def main() -> None:
+        rig = prepare(scenario, lambda: job.cancel())
+        left_paused: list[str] = []
+
+        async def work() -> None:
+            async with rig.orchestrator as o:
+                await o.run(scenario.steps)
+                serving = [r.engine for r in o._fleet.serving]
+                left_paused.extend(
+                    e.name for e in serving if isinstance(e, FakeEngine) and e.paused
+                )
+
+        job = asyncio.create_task(work(), name="host")
+        (result,) = await asyncio.gather(job, return_exceptions=True)
+        assert result is None, repr(result)
+        check_the_end(rig, result)
+        assert not left_paused
+        assert [e.report.update.version for e in rig.of(SwapDone)] == list(
+            range(1, scenario.steps + 1)
+        )
+        ended = Counter(
+            e.rollout.request.request_id
+            for e in rig.of(RolloutFinished)
+            if e.rollout.request.kind is RequestKind.ROLLOUT
+        )
+        asked = {
+            c.args[0].request_id.split("+")[0]  # type: ignore[attr-defined]
+            for c in rig.world.calls("generate")
+            if c.args[0].kind is RequestKind.ROLLOUT  # type: ignore[attr-defined]
+        }
+        assert set(ended) == asked
+        assert set(ended.values()) <= {1}
+        event(f"admitted: {len(rig.of(ReplicaAdmitted))}")
 
     run(main())
 
