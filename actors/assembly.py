@@ -24,7 +24,7 @@ from actors import preflight as checks
 from actors.engine_settings import EngineSettings
 from orchestrator.config import Settings
 from orchestrator.errors import ConfigError, EngineError
-from orchestrator.protocols import Engine, EngineFactory, Trainer
+from orchestrator.protocols import Engine, EngineFactory, EngineMaker, Trainer
 from orchestrator.tasks import uninterrupted
 from orchestrator.types import Prompt, TransferBackend
 
@@ -70,6 +70,7 @@ class Parts:
     engines: tuple[Engine, ...]
     trainer: Trainer
     engine_factory: EngineFactory
+    replace_engine: EngineMaker
     prompts: tuple[Prompt, ...]
     probes: tuple[Prompt, ...]
     hardware: str
@@ -313,6 +314,7 @@ def make_parts(
         engines=tuple(engine(n, str(checked.engine_path)) for n in names),
         trainer=trainer,
         engine_factory=fresh,
+        replace_engine=lambda name: engine(name, str(checked.engine_path)),
         prompts=checked.prompts,
         probes=checked.prompts[:PROBES],
         hardware=checked.hardware,

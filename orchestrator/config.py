@@ -17,7 +17,12 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from orchestrator.options import GenerationOptions, SwapOptions, ValidationOptions
+from orchestrator.options import (
+    GenerationOptions,
+    RecoveryOptions,
+    SwapOptions,
+    ValidationOptions,
+)
 from orchestrator.types import KVPolicy, PauseMode, PhaseTimeouts, TransferBackend
 
 ENV_PREFIX = "MIDFLIGHT_"
@@ -210,6 +215,17 @@ class Settings(BaseSettings):
         gt=0,
     )
 
+    recovery_attempts: int = _opt(
+        3,
+        "tries to make a swap, to resync a replica or to replace an actor before giving up "
+        "(0: the first failure ends the run)",
+        "recovery",
+        ge=0,
+    )
+    min_engines: int = _opt(
+        1, "with fewer replicas that serve, or may again, the run is given up", "recovery", ge=1
+    )
+
     timeout_starting: float = _timeout("starting", "engines and trainer to come up")
     timeout_generating: float = _timeout("generating", "one train step and its rollouts")
     timeout_staging: float = _timeout("staging", "weights to arrive before a pause (staged, ipc)")
@@ -259,6 +275,13 @@ class Settings(BaseSettings):
                 "fresh_every",
                 "validate",
             )
+        if self.min_engines > self.engines:
+            raise conflict(
+                f"min_engines {self.min_engines} of {self.engines} engines: raise engines or lower "
+                "min_engines",
+                "min_engines",
+                "engines",
+            )
         if self.max_model_len is not None:
             longest = max(self.max_tokens, self.pause_after_tokens + self.probe_tokens)
             if longest >= self.max_model_len:
@@ -301,6 +324,10 @@ class Settings(BaseSettings):
             probe_tokens=self.probe_tokens,
             seed=self.seed,
         )
+
+    def recovery_options(self) -> RecoveryOptions:
+        """What is tried after a failure."""
+        return RecoveryOptions(attempts=self.recovery_attempts, min_engines=self.min_engines)
 
     def validation_options(
         self, *, min_pass_rate: float = 1.0, canary_tolerance: float = 1e-3

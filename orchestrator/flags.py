@@ -25,6 +25,7 @@ _TITLES = {
     "rollouts": "rollouts",
     "training": "training",
     "validation": "validation",
+    "recovery": "recovery after a failure",
     "deadlines": "deadlines: a phase that takes longer has failed",
     "output": "output",
 }

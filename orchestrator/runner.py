@@ -29,7 +29,7 @@ from orchestrator.errors import (
     MidflightError,
 )
 from orchestrator.events import Event, Observer, RunEnded
-from orchestrator.protocols import Engine, EngineFactory, WeightSender
+from orchestrator.protocols import Engine, EngineFactory, EngineMaker, WeightSender
 from orchestrator.scheduler import Orchestrator
 from orchestrator.shutdown import (
     FINAL_GRACE_S,
@@ -87,6 +87,11 @@ class Parts(Protocol):
     @property
     def engine_factory(self) -> EngineFactory | None:
         """For the fresh check."""
+        ...
+
+    @property
+    def replace_engine(self) -> EngineMaker | None:
+        """For replicas that are lost."""
         ...
 
     @property
@@ -290,6 +295,8 @@ class _Life:
                     min_pass_rate=p.min_pass_rate, canary_tolerance=p.canary_tolerance
                 ),
                 engine_factory=parts.engine_factory,
+                recovery=s.recovery_options(),
+                replace_engine=parts.replace_engine,
                 observers=[telemetry.emit],
                 run_id=current_op().run_id,
             )

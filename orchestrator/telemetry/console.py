@@ -146,6 +146,13 @@ class ConsoleView:
             case ev.SwapDone(report=report):
                 self._last, self._version = report, int(report.update.version)
                 self._say(swap_line(report, self._steps), "green" if report.ok else "bold red")
+            case ev.ReplicaDied(actor=actor, cause=cause):
+                self._print(Text(f"lost {actor}: {printable(cause, 500)}", "bold red"))
+            case ev.ReplicaAdmitted(engine=name, version=version, seconds=seconds):
+                self._say(
+                    f"{name} serves version {version}, proved by its digest; out for {seconds:.1f} s",
+                    "green",
+                )
             case ev.SwapFailed(error=error) if isinstance(error, Exception):
                 self._print(Text(f"swap failed: {printable(describe(error), 2000)}", "bold red"))
             case _:

@@ -128,6 +128,12 @@ def _describe_event(event: ev.Event) -> tuple[str, str, dict[str, Any]]:
             )
         case ev.ReplicaDied():
             return "error", "process died", {"actor": event.actor, "cause": event.cause}
+        case ev.ReplicaAdmitted():
+            return (
+                "warning",
+                f"{event.engine} serves version {event.version} again",
+                {"engine": event.engine, "after_s": round(event.seconds, 3)},
+            )
         case ev.ActorLogged():
             quiet = "debug" if LEVELS.get(event.level, 20) < LEVELS["warning"] else None
             fields = {k: v for k, v in event.fields.items() if k not in _RESERVED}

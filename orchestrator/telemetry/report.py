@@ -51,6 +51,7 @@ class RunRecorder:
         self._stalls: list[float] = []
         self._swaps: dict[str, SyncReport] = {}
         self._failed: list[schema.FailedSwapRecord] = []
+        self._recoveries: list[schema.RecoveryRecord] = []
         self._training: list[schema.TrainRecord] = []
         self._seconds: dict[State, float] = defaultdict(float)
         self._version: int | None = None
@@ -84,6 +85,26 @@ class RunRecorder:
                 self._on_swap(event.report)
             case ev.SwapFailed():
                 self._on_failed(event)
+            case ev.ReplicaDied(actor=actor, cause=cause):
+                self._recoveries.append(
+                    schema.RecoveryRecord(
+                        event="lost",
+                        actor=actor,
+                        version=event.op.version,
+                        seconds=None,
+                        cause=cause,
+                    )
+                )
+            case ev.ReplicaAdmitted(engine=engine, seconds=seconds):
+                self._recoveries.append(
+                    schema.RecoveryRecord(
+                        event="admitted",
+                        actor=engine,
+                        version=int(event.version),
+                        seconds=finite(seconds),
+                        cause=None,
+                    )
+                )
             case ev.RunEnded():
                 self._version = int(event.version)
                 self.finish(event.outcome, event.error)
@@ -196,6 +217,7 @@ class RunRecorder:
                 for r in self._swaps.values()
             ],
             failed_swaps=self._failed,
+            recoveries=self._recoveries,
             stall_s=stall_record(stall_stats(self._stalls)),
             validation=validation_record(list(self._swaps.values())),
             tokens={str(v): n for v, n in sorted(self._tokens.items())},

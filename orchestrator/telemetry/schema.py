@@ -130,6 +130,18 @@ class FailedSwapRecord(_Record):
     fenced: list[str]
 
 
+class RecoveryRecord(_Record):
+    """A process that was lost, or a replica that serves again."""
+
+    event: Literal["lost", "admitted"]
+    actor: str
+    version: int | None
+    """The committed one at that moment."""
+    seconds: float | None
+    """How long it did not serve (admitted)."""
+    cause: str | None
+
+
 class TrainRecord(_Record):
     """One optimizer step."""
 
@@ -195,6 +207,7 @@ class Summary(_Record):
     swaps: list[SwapRecord]
     failed_swaps: list[FailedSwapRecord]
     stall_s: StallSummary
+    recoveries: list[RecoveryRecord] = []
     validation: ValidationRecord
     tokens: dict[str, int]
     rollouts: RolloutCounts

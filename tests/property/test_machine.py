@@ -35,6 +35,8 @@ def model(state: str, trigger: str, facts: frozenset[str]) -> str | None:
             return "FAILED"
         case "fault":
             return None if state in ("STARTING", "RECOVERING") else "RECOVERING"
+        case "retry":
+            return "PAUSING" if state == "RECOVERING" else None
         case "recover":
             return "GENERATING" if state == "RECOVERING" else None
     step = STEP[trigger]

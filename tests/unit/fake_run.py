@@ -21,7 +21,7 @@ from typing import Any
 from orchestrator import runner
 from orchestrator.config import Settings
 from orchestrator.events import Event, Observer, StateChanged
-from orchestrator.protocols import EngineFactory
+from orchestrator.protocols import EngineFactory, EngineMaker
 from orchestrator.runner import OnActorEvent
 from orchestrator.testing import FakeEngine, FakeTrainer, FakeWorld, fake_engine_factory
 from orchestrator.types import Prompt, TransferBackend
@@ -42,6 +42,7 @@ class FakeParts:
     engines: list[FakeEngine]
     trainer: FakeTrainer
     engine_factory: EngineFactory
+    replace_engine: EngineMaker | None = None
     prompts: list[Prompt] = field(default_factory=lambda: list(PROMPTS))
     probes: list[Prompt] = field(default_factory=lambda: list(PROMPTS))
     hardware: str = "fake"

@@ -40,6 +40,7 @@ MODEL: dict[tuple[str, str], tuple[str | None, str]] = {
     ("RESUMING", "validate"): ("all_resumed", "VALIDATING"),
     ("VALIDATING", "verify"): ("verdict", "GENERATING"),
     ("RECOVERING", "recover"): ("all_serving", "GENERATING"),
+    ("RECOVERING", "retry"): (None, "PAUSING"),
     **{
         (state, "fault"): (None, "RECOVERING")
         for state in ("GENERATING", "PAUSING", "SYNCING", "RESUMING", "VALIDATING")
