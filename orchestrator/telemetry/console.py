@@ -150,7 +150,7 @@ class ConsoleView:
                 self._print(Text(f"lost {actor}: {printable(cause, 500)}", "bold red"))
             case ev.ReplicaAdmitted(engine=name, version=version, seconds=seconds):
                 self._say(
-                    f"{name} serves version {version}, proved by its digest; out for {seconds:.1f} s",
+                    f"{name} serves version {version}; its digest matches; out for {seconds:.1f} s",
                     "green",
                 )
             case ev.SwapFailed(error=error) if isinstance(error, Exception):

@@ -17,12 +17,13 @@ import pytest
 import orchestrator
 
 NAMES = """
-    Orchestrator SwapOptions GenerationOptions ValidationOptions PhaseTimeouts Engine
-    EngineFactory Trainer WeightSender Scorer Digests FirstTokens ChannelSpec CheckResult
+    Orchestrator SwapOptions GenerationOptions RecoveryOptions ValidationOptions PhaseTimeouts
+    Engine EngineMaker EngineFactory Trainer WeightSender Scorer Digests FirstTokens ChannelSpec CheckResult
     Completion EngineInfo EngineStatus FinishReason GenerationRequest KVPolicy OpContext
     Outcome PauseAck PauseMode PhaseSeconds PolicyVersion Prompt RequestKind Rollout Stall
     StallStats State Swapped SyncReport TensorSpec TokenSpan TrainStats TransferBackend
     TransferStats Verdict WeightUpdate Event Observer ActorLogged EngineStarted ReplicaDied
+    ReplicaAdmitted
     RolloutConsumed RolloutFinished RunEnded StateChanged SwapDone SwapFailed TrainStepDone
     MidflightError ChannelError Closed ConfigError EngineDied EngineError IllegalTransition
     PhaseTimeout StaleRollout SyncBusy SyncError TrainerDied TrainerError TransferError
@@ -34,7 +35,8 @@ SIGNATURES = {
         __init__(engines: Sequence[Engine], trainer: WeightSender, *, prompts: Sequence[Prompt],
             probes: Sequence[Prompt] = (), swap: SwapOptions | None = None, generation:
             GenerationOptions | None = None, validation: ValidationOptions | None = None,
-            engine_factory: EngineFactory | None = None, observers: Sequence[Observer] = (),
+            engine_factory: EngineFactory | None = None, recovery: RecoveryOptions | None = None,
+            replace_engine: EngineMaker | None = None, observers: Sequence[Observer] = (),
             run_id: str | None = None) -> None
         state: State
         version: PolicyVersion
@@ -125,6 +127,8 @@ FIELDS = {
     "ActorLogged": "at op actor level message fields=",
     "EngineStarted": "at op info",
     "ReplicaDied": "at op actor cause",
+    "ReplicaAdmitted": "at op engine version seconds",
+    "RecoveryOptions": "attempts= backoff_s= backoff_max_s= min_engines=",
     "RolloutConsumed": "at op rollout accepted=",
     "RolloutFinished": "at op rollout",
     "RunEnded": "at op outcome version error=",
