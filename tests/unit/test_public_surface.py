@@ -18,12 +18,13 @@ import orchestrator
 
 NAMES = """
     Orchestrator SwapOptions GenerationOptions RecoveryOptions ValidationOptions PhaseTimeouts
-    Engine EngineMaker EngineFactory Trainer WeightSender Scorer Digests FirstTokens ChannelSpec CheckResult
+    Engine EngineFactory EngineMaker Trainer WeightSender Scorer Digests FirstTokens ChannelSpec
+    CheckResult
     Completion EngineInfo EngineStatus FinishReason GenerationRequest KVPolicy OpContext
     Outcome PauseAck PauseMode PhaseSeconds PolicyVersion Prompt RequestKind Rollout Stall
     StallStats State Swapped SyncReport TensorSpec TokenSpan TrainStats TransferBackend
-    TransferStats Verdict WeightUpdate Event Observer ActorLogged EngineStarted ReplicaDied
-    ReplicaAdmitted
+    TransferStats Verdict WeightUpdate Event Observer ActorLogged EngineStarted ReplicaAdmitted
+    ReplicaDied
     RolloutConsumed RolloutFinished RunEnded StateChanged SwapDone SwapFailed TrainStepDone
     MidflightError ChannelError Closed ConfigError EngineDied EngineError IllegalTransition
     PhaseTimeout StaleRollout SyncBusy SyncError TrainerDied TrainerError TransferError
