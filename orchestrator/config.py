@@ -23,7 +23,7 @@ from orchestrator.options import (
     SwapOptions,
     ValidationOptions,
 )
-from orchestrator.types import KVPolicy, PauseMode, PhaseTimeouts, TransferBackend
+from orchestrator.types import KVPolicy, PauseMode, PhaseTimeouts, Strategy, TransferBackend
 
 ENV_PREFIX = "MIDFLIGHT_"
 
@@ -164,6 +164,14 @@ class Settings(BaseSettings):
     )
     pause_mode: Literal["keep", "wait", "abort"] = _opt(
         "keep", "running requests freeze, finish first, or end and are continued", "swap"
+    )
+    strategy: Literal["all-at-once", "rolling"] = _opt(
+        "all-at-once",
+        "all replicas together, or a few at a time while the others go on (staged and ipc)",
+        "swap",
+    )
+    max_unavailable: int = _opt(
+        1, "replicas that are paused at the same time (rolling)", "swap", ge=1
     )
     kv: Literal["recompute", "keep"] = _opt(
         "recompute", "KV cache written under the old weights", "swap"
@@ -307,6 +315,8 @@ class Settings(BaseSettings):
             staged=staged,
             pause_mode=PauseMode(self.pause_mode),
             kv_policy=KVPolicy(self.kv),
+            strategy=Strategy(self.strategy),
+            max_unavailable=self.max_unavailable,
             pause_after_tokens=self.pause_after_tokens,
             timeouts=self.timeouts(),
         )

@@ -23,11 +23,15 @@ GENERATING  nothing was paused; the channel is closed, and opened again by the n
 PAUSING     zero bytes were applied: every replica that answers resumes at the old version. A sender
             that began to send in the one call is called off like that too.
 SYNCING     replicas that were told to start an update are fenced, never resumed.
-RESUMING    the version is committed; a replica that did not resume is fenced.
+RESUMING    the version is committed; a replica that did not resume is fenced, with recovery every
+            one that is not proved to hold it.
 VALIDATING  on a mismatch every replica is fenced: nothing it writes can be trusted. With recovery
             (see ``recovery``) those whose digest matched serve on, unless another check failed.
 
 A cancel counts as a failure of the phase it arrives in. No phase outlives its deadline.
+
+``rolling``: PAUSING, SYNCING and RESUMING pass once for each group of replicas; the version is
+published with the first. Requests go on at the others, under the version before.
 
 A single replica that has the bytes, or gets them from device to device, is paused, committed and
 resumed in one call, since nothing is to be decided in between; the machine goes through the phases
@@ -59,6 +63,7 @@ from orchestrator.types import (
     PhaseSeconds,
     StallStats,
     State,
+    Strategy,
     SyncReport,
     TransferStats,
     Verdict,
@@ -100,6 +105,8 @@ class _Progress:
     validate: float = 0.0
     resumed: bool = False
     """Where the call that committed also resumes."""
+    in_call: float = 0.0
+    """Seconds of the transfer as that call saw them."""
 
 
 class SwapCycle:
@@ -170,12 +177,16 @@ class SwapCycle:
         self._machine.fire(begin, reason=f"version {update.version}")
         progress = _Progress([], [], prefetch=prefetch_s)
         try:
-            if update.one_call and self._alone():
-                await self._in_one_call(update, progress)
-            else:
-                await self._pause(update, progress)
-                await self._sync(update, progress)
-            await self._resume(update, progress)
+            members = self._fleet.members
+            for n, group in enumerate(self._groups(members)):
+                if n:
+                    self._machine.fire(Trigger.NEXT, Guard.ALL_RESUMED)
+                if self._rolling:
+                    self._fleet.muster(group)
+                await self._swap_group(update, progress)
+            self._machine.fire(Trigger.VALIDATE, Guard.ALL_RESUMED)
+            self._fleet.muster(members)
+            self.committing = False
             await self._validate(update, sent, nbytes, fresh, progress)
         except BaseException as error:
             # Not the state: closing may have stopped the machine under this swap.
@@ -189,9 +200,35 @@ class SwapCycle:
                 raise failed from error
             raise
         finally:
+            self.committing = False
             self._fleet.dismiss()
         self._machine.fire(Trigger.VERIFY, Guard.VERDICT)
         return self._report(update, progress)
+
+    @property
+    def _rolling(self) -> bool:
+        return self._options.strategy is Strategy.ROLLING
+
+    def _groups(self, members: Sequence[Replica]) -> list[list[Replica]]:
+        """Who is swapped together. Who does not serve anyway goes first and takes no place."""
+        if not self._rolling:
+            return [list(members)]
+        serving = [r for r in members if not r.fenced]
+        size = self._options.max_unavailable
+        groups = [serving[i : i + size] for i in range(0, len(serving), size)]
+        joining = [r for r in members if r.fenced]
+        return [joining, *groups] if joining else groups
+
+    async def _swap_group(self, update: WeightUpdate, p: _Progress) -> None:
+        p.resumed = False
+        if update.one_call and self._alone():
+            await self._in_one_call(update, p)
+        else:
+            await self._pause(update, p)
+            await self._sync(update, p)
+        # Some have it now: to call the swap off would leave two versions.
+        self.committing = self.committing or self._rolling
+        await self._resume(update, p)
 
     async def resync(self, number: int, sent: Digests, replicas: Sequence[Replica]) -> None:
         """Bring fenced ``replicas`` to the committed version, which is what the sender has staged.
@@ -278,18 +315,19 @@ class SwapCycle:
     async def _pause(self, update: WeightUpdate, p: _Progress) -> None:
         async with self._phase():
             began = _now()
-            p.acks = await self._fleet.pause(update.pause_mode, update.kv_policy)
-            p.quiesce = _now() - began
+            p.acks += await self._fleet.pause(update.pause_mode, update.kv_policy)
+            p.quiesce += _now() - began
         self._machine.fire(Trigger.SYNC, Guard.ALL_IDLE)
 
     async def _sync(self, update: WeightUpdate, p: _Progress) -> None:
         async with self._phase():
             began = _now()
-            p.moved = await self._apply(update)
+            p.moved += await self._apply(update)
             moved = _now()
             await self._fleet.finish_update(update)
-            p.transfer, p.finalize = moved - began, _now() - moved
-            self._fleet.commit(update.version)
+            p.transfer += moved - began
+            p.finalize += _now() - moved
+            self._fleet.commit(update.version, rolling=self._rolling)
         self._machine.fire(Trigger.COMMIT, Guard.ALL_APPLIED)
 
     async def _in_one_call(self, update: WeightUpdate, p: _Progress) -> None:
@@ -306,19 +344,22 @@ class SwapCycle:
             raise
         finally:
             self.committing = False
-        p.acks, p.moved = [done.ack], [done.stats]
-        p.quiesce, p.transfer, p.finalize = done.quiesce, done.transfer, done.finalize
-        p.resume = done.resume
+        p.acks.append(done.ack)
+        p.moved.append(done.stats)
+        p.quiesce += done.quiesce
+        p.finalize += done.finalize
+        p.resume += done.resume
+        p.in_call = done.transfer
         # No await up to here: the fleet keeps back what the replica wrote until this is told.
-        self._fleet.commit(update.version)
-        self._machine.fire(Trigger.SYNC, Guard.ALL_IDLE, seconds=p.quiesce)
-        applied = p.transfer + p.finalize
+        self._fleet.commit(update.version, rolling=self._rolling)
+        self._machine.fire(Trigger.SYNC, Guard.ALL_IDLE, seconds=done.quiesce)
+        applied = done.transfer + done.finalize
         self._machine.fire(Trigger.COMMIT, Guard.ALL_APPLIED, seconds=applied)
 
     def _came_to(self, update: WeightUpdate, phase: str) -> None:
         """Bring the machine to where the one call failed, if it still runs."""
         if phase == State.RESUMING:
-            self._fleet.commit(update.version)
+            self._fleet.commit(update.version, rolling=self._rolling)
         if self._machine.state is not State.PAUSING:
             return
         if phase != State.PAUSING:
@@ -331,12 +372,12 @@ class SwapCycle:
             if not p.resumed:
                 began = _now()
                 await self._fleet.resume()
-                p.resume = _now() - began
-            p.first = tuple(await self._fleet.first_tokens(update))
+                p.resume += _now() - began
+            first = await self._fleet.first_tokens(update)
+            p.first = (*p.first, *first)
             if p.resumed:
-                on_device = [f.transfer for f in p.first if f.transfer is not None]
-                p.transfer = max(on_device, default=p.transfer)
-        self._machine.fire(Trigger.VALIDATE, Guard.ALL_RESUMED)
+                on_device = [f.transfer for f in first if f.transfer is not None]
+                p.transfer += max(on_device, default=p.in_call)
 
     async def _validate(
         self,
@@ -379,7 +420,8 @@ class SwapCycle:
         with operation(state=State.RECOVERING.value):
             if isinstance(error, PhaseTimeout) and phase is not State.PAUSING:
                 fleet.lose_waiting(error.seconds)
-            if phase is State.VALIDATING and not cancelled:
+            committed = fleet.version == update.version
+            if (phase is State.VALIDATING or (committed and fleet.heals)) and not cancelled:
                 self._distrust(update, error)
             fleet.fence_dirty()
             await fleet.resume_clean(seconds)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from orchestrator.errors import EngineDied, EngineError, SyncError
+from orchestrator.errors import ChannelError, EngineDied, EngineError, SyncError
 from orchestrator.protocols import Digests, Engine, FirstTokens, WeightSender
 from orchestrator.replica import Replica, first_ranks
 from orchestrator.routing import Router
@@ -182,9 +182,12 @@ class Fleet(Router):
         """Sides that may still be in a former channel can be in no other: a second try is due."""
         again, self._unclosed = self._unclosed, {}
         if again:
-            for who in await self._close_sides(again):
+            stuck = self._unclosed = await self._close_sides(again)
+            for who in stuck:
                 if who is not None:
                     self.lose(who, f"it does not leave its transfer group within {CLOSE_S:g} s")
+            if None in stuck:
+                raise ChannelError("the trainer does not leave its former transfer group")
 
     async def aclose(self) -> None:
         """Release every replica. The first error is raised after all were tried."""
@@ -270,6 +273,8 @@ class Fleet(Router):
             if any(not t.done() for t in tasks):
                 # A second cancel must not leave anybody in the collective; CLOSE_S bounds it.
                 await uninterrupted(self._end_transfer(sender, tasks))
+            else:
+                await settle(tasks)  # several may have failed at once
 
     async def _end_transfer(self, sender: WeightSender, tasks: Sequence[asyncio.Task[Any]]) -> None:
         await self.close_channel(sender)
@@ -288,13 +293,15 @@ class Fleet(Router):
 
         await self._fan_out("finish_update", finish)
 
-    def commit(self, version: PolicyVersion) -> None:
+    def commit(self, version: PolicyVersion, *, rolling: bool = False) -> None:
         """Publish ``version``: only when every member and every serving replica has it, and only
-        forwards."""
+        forwards. ``rolling``: members are enough, and they may follow those that had it first.
+        """
         members = self.members
         having = {r.name for r in members if r.applied == version}
-        without = [r.name for r in (*members, *self.serving) if r.name not in having]
-        if without or version <= self.version:
+        needed = members if rolling else [*members, *self.serving]
+        without = [r.name for r in needed if r.name not in having]
+        if without or version < self.version + (not rolling):
             raise EngineError(
                 ", ".join(dict.fromkeys(without)) or "fleet",
                 f"cannot commit {version} over {self.version}",

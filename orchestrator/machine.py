@@ -36,6 +36,7 @@ class Trigger(StrEnum):
     FAULT = "fault"
     RECOVER = "recover"
     RETRY = "retry"
+    NEXT = "next"
     STOP = "stop"
     FAIL = "fail"
 
@@ -129,6 +130,13 @@ TABLE: tuple[Rule, ...] = (
         State.PAUSING,
         None,
         "a swap is tried again, by who serves and who may again",
+    ),
+    Rule(
+        Trigger.NEXT,
+        (State.RESUMING,),
+        State.PAUSING,
+        Guard.ALL_RESUMED,
+        "rolling: these replicas go on under the new version, the next ones are swapped",
     ),
     Rule(Trigger.STOP, _LIVE, State.STOPPED, None, "the run is over or was interrupted"),
     Rule(Trigger.FAIL, _LIVE, State.FAILED, None, "no way on; everything is released"),

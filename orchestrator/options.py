@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from orchestrator.types import KVPolicy, PauseMode, PhaseTimeouts, TransferBackend
+from orchestrator.types import KVPolicy, PauseMode, PhaseTimeouts, Strategy, TransferBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,9 @@ class SwapOptions:
     """Let the bytes arrive in a second copy while decoding goes on; the pause only commits."""
     pause_mode: PauseMode = PauseMode.KEEP
     kv_policy: KVPolicy = KVPolicy.RECOMPUTE
+    strategy: Strategy = Strategy.ALL_AT_ONCE
+    max_unavailable: int = 1
+    """Replicas that may be paused at the same time (rolling)."""
     pause_after_tokens: int = 10
     """A scheduled swap waits until a live request has this many tokens (0: do not wait)."""
     timeouts: PhaseTimeouts = field(default_factory=PhaseTimeouts)

@@ -83,7 +83,7 @@ class Roster:
     def muster(self, replicas: Iterable[Replica] | None = None) -> None:
         """Fix who takes part in updates, until :meth:`dismiss`; by default who serves or may."""
         chosen = [*self.serving, *self.joining] if replicas is None else list(replicas)
-        self._mustered = chosen if self.heals else None
+        self._mustered = chosen if self.heals or replicas is not None else None
 
     def dismiss(self) -> None:
         """The update is over: members are who serves."""

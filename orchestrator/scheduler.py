@@ -85,8 +85,10 @@ from orchestrator.types import (
     Prompt,
     Rollout,
     State,
+    Strategy,
     SyncReport,
     TrainStats,
+    TransferBackend,
     WeightUpdate,
 )
 from orchestrator.validation import Validator
@@ -146,6 +148,14 @@ class Orchestrator:
             raise ConfigError(
                 f"the fresh check needs a trainer that saves checkpoints; {type(trainer).__name__} "
                 "only sends weights: leave it out with validate digest"
+            )
+        first = self._swap
+        if first.strategy is Strategy.ROLLING and not (
+            first.staged or first.backend is TransferBackend.IPC
+        ):
+            raise ConfigError(
+                f"rolling swaps need the bytes at the engines before the pause, over "
+                f"{first.backend} they travel inside it: use a staged backend or ipc"
             )
         self._fleet = Fleet(engines)
         self._machine = SwapMachine(self._moved, clock=_clock)

@@ -26,6 +26,15 @@ class PauseMode(StrEnum):
     """They end now with what they have; the fleet continues them from there."""
 
 
+class Strategy(StrEnum):
+    """In which order the replicas of a fleet are swapped."""
+
+    ALL_AT_ONCE = "all-at-once"
+    """Together: one version serves at a time."""
+    ROLLING = "rolling"
+    """A few at a time: requests go on at the others, under the version before."""
+
+
 class KVPolicy(StrEnum):
     """What happens to the KV cache computed under the old weights (pause mode ``keep``)."""
 

@@ -31,6 +31,7 @@ from orchestrator import (
     RolloutFinished,
     State,
     StateChanged,
+    Strategy,
     SwapDone,
     SwapFailed,
     TransferBackend,
@@ -133,6 +134,7 @@ class Scenario:
     faults: tuple[Fault, ...]
     recovery: RecoveryOptions
     replacing: bool
+    rolling: bool
 
 
 @st.composite
@@ -185,6 +187,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         tuple(draw(st.lists(faults, max_size=3))),
         RecoveryOptions(draw(st.sampled_from([0, 2, 3])), 0.2, 1.0),
         draw(st.booleans()),
+        draw(st.booleans()),
     )
 
 
@@ -209,6 +212,9 @@ def prepare(scenario: Scenario, cancel: Callable[[], object]) -> Rig:
             staged=scenario.route[1],
             pause_mode=scenario.mode,
             kv_policy=scenario.kv,
+            strategy=Strategy.ROLLING
+            if scenario.rolling and (scenario.route[1] or scenario.route[0] is TransferBackend.IPC)
+            else Strategy.ALL_AT_ONCE,
         ),
         generation=replace(GENERATION, max_staleness=scenario.max_staleness),
         validation=scenario.validation,
@@ -274,7 +280,9 @@ def check_the_end(rig: Rig, result: BaseException | None) -> None:
         assert ended.outcome is Outcome.FAILED
         assert ended.error is result
     assert rig.orchestrator.state in (State.STOPPED, State.FAILED)
-    commits = [e.op.version for e in rig.of(StateChanged) if e.trigger == "commit"]
+    commits = list(
+        dict.fromkeys(e.op.version for e in rig.of(StateChanged) if e.trigger == "commit")
+    )
     assert commits == list(range(1, len(commits) + 1))
     assert rig.orchestrator.version == len(commits)
     done = [e.report.update.version for e in rig.of(SwapDone)]

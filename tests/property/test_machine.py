@@ -17,6 +17,7 @@ NEEDS = {
     "sync": "all_idle",
     "commit": "all_applied",
     "validate": "all_resumed",
+    "next": "all_resumed",
     "verify": "verdict",
     "recover": "all_serving",
 }
@@ -35,6 +36,8 @@ def model(state: str, trigger: str, facts: frozenset[str]) -> str | None:
             return "FAILED"
         case "fault":
             return None if state in ("STARTING", "RECOVERING") else "RECOVERING"
+        case "next":
+            return "PAUSING" if state == "RESUMING" else None
         case "retry":
             return "PAUSING" if state == "RECOVERING" else None
         case "recover":

@@ -41,6 +41,7 @@ MODEL: dict[tuple[str, str], tuple[str | None, str]] = {
     ("VALIDATING", "verify"): ("verdict", "GENERATING"),
     ("RECOVERING", "recover"): ("all_serving", "GENERATING"),
     ("RECOVERING", "retry"): (None, "PAUSING"),
+    ("RESUMING", "next"): ("all_resumed", "PAUSING"),
     **{
         (state, "fault"): (None, "RECOVERING")
         for state in ("GENERATING", "PAUSING", "SYNCING", "RESUMING", "VALIDATING")
