@@ -1,5 +1,6 @@
 """midflight: swaps a policy's weights inside running engines, and proves each swap."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import (
@@ -21,6 +22,7 @@ from orchestrator.errors import (
 )
 from orchestrator.events import (
     ActorLogged,
+    CheckpointWritten,
     EngineStarted,
     Event,
     Observer,
@@ -28,6 +30,7 @@ from orchestrator.events import (
     RolloutConsumed,
     RolloutFinished,
     RunEnded,
+    RunResumed,
     StateChanged,
     SwapDone,
     SwapFailed,
@@ -39,6 +42,7 @@ from orchestrator.protocols import (
     Engine,
     EngineFactory,
     FirstTokens,
+    Resumable,
     Scorer,
     Trainer,
     WeightSender,
@@ -77,18 +81,27 @@ from orchestrator.types import (
 )
 
 if TYPE_CHECKING:
+    from orchestrator.checkpoint import Checkpoints, RunCheckpoint
+    from orchestrator.rollouts import SourceState
     from orchestrator.scheduler import Orchestrator
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> object:
-    # The controller is imported when it is first asked for: --help must not wait for it.
-    if name == "Orchestrator":
-        from orchestrator.scheduler import Orchestrator
+_LATER = {
+    "Orchestrator": "scheduler",
+    "Checkpoints": "checkpoint",
+    "RunCheckpoint": "checkpoint",
+    "SourceState": "rollouts",
+}
 
-        globals()[name] = Orchestrator
-        return Orchestrator
+
+def __getattr__(name: str) -> object:
+    # Imported when they are first asked for: --help must not wait for the controller.
+    if name in _LATER:
+        found: object = getattr(import_module(f"orchestrator.{_LATER[name]}"), name)
+        globals()[name] = found
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -107,6 +120,11 @@ __all__ = [
     "Scorer",
     "Digests",
     "FirstTokens",
+    # checkpoint and resume
+    "Resumable",
+    "Checkpoints",
+    "RunCheckpoint",
+    "SourceState",
     # values
     "ChannelSpec",
     "CheckResult",
@@ -141,11 +159,13 @@ __all__ = [
     "Event",
     "Observer",
     "ActorLogged",
+    "CheckpointWritten",
     "EngineStarted",
     "ReplicaDied",
     "RolloutConsumed",
     "RolloutFinished",
     "RunEnded",
+    "RunResumed",
     "StateChanged",
     "SwapDone",
     "SwapFailed",

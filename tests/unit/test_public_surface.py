@@ -18,12 +18,14 @@ import orchestrator
 
 NAMES = """
     Orchestrator SwapOptions GenerationOptions ValidationOptions PhaseTimeouts Engine
-    EngineFactory Trainer WeightSender Scorer Digests FirstTokens ChannelSpec CheckResult
+    EngineFactory Trainer WeightSender Scorer Digests FirstTokens Resumable Checkpoints
+    RunCheckpoint SourceState ChannelSpec CheckResult
     Completion EngineInfo EngineStatus FinishReason GenerationRequest KVPolicy OpContext
     Outcome PauseAck PauseMode PhaseSeconds PolicyVersion Prompt RequestKind Rollout Stall
     StallStats State Swapped SyncReport TensorSpec TokenSpan TrainStats TransferBackend
-    TransferStats Verdict WeightUpdate Event Observer ActorLogged EngineStarted ReplicaDied
-    RolloutConsumed RolloutFinished RunEnded StateChanged SwapDone SwapFailed TrainStepDone
+    TransferStats Verdict WeightUpdate Event Observer ActorLogged CheckpointWritten
+    EngineStarted ReplicaDied RolloutConsumed RolloutFinished RunEnded RunResumed StateChanged
+    SwapDone SwapFailed TrainStepDone
     MidflightError ChannelError Closed ConfigError EngineDied EngineError IllegalTransition
     PhaseTimeout StaleRollout SyncBusy SyncError TrainerDied TrainerError TransferError
     ValidationFailed
@@ -35,7 +37,8 @@ SIGNATURES = {
             probes: Sequence[Prompt] = (), swap: SwapOptions | None = None, generation:
             GenerationOptions | None = None, validation: ValidationOptions | None = None,
             engine_factory: EngineFactory | None = None, observers: Sequence[Observer] = (),
-            run_id: str | None = None) -> None
+            run_id: str | None = None, checkpoints: Checkpoints | None = None,
+            checkpoint_every: int = 0, resume: RunCheckpoint | None = None) -> None
         state: State
         version: PolicyVersion
         history: tuple[Transition, ...]
@@ -80,6 +83,15 @@ SIGNATURES = {
         async reference_logprobs(prompts: Sequence[Sequence[int]], *, initial: bool = False) ->
             tuple[tuple[float, ...], ...]
     """,
+    "Resumable": """
+        async save_state(path: str) -> None
+        async load_state(path: str) -> None
+    """,
+    "Checkpoints": """
+        latest() -> RunCheckpoint
+        async write(checkpoint: RunCheckpoint, save_trainer: Callable[[str], Awaitable[None]]) ->
+            RunCheckpoint
+    """,
     "Trainer": """
         async start() -> None
         async train(batch: Sequence[Rollout], step: int) -> TrainStats
@@ -112,6 +124,8 @@ FIELDS = {
     "PhaseSeconds": "quiesce transfer finalize resume first_token prefetch=",
     "Prompt": "token_ids text=",
     "Rollout": "request completion reward= staleness=",
+    "RunCheckpoint": "run_id step version source attached= schema_version= folder=",
+    "SourceState": "next_group unfinished= waiting= group_size= seed=",
     "Stall": "sync_id seconds",
     "StallStats": "count p50 p95 max",
     "Swapped": "ack stats quiesce transfer finalize resume",
@@ -123,11 +137,13 @@ FIELDS = {
     "WeightUpdate": "sync_id from_version version step backend pause_mode kv_policy staged=",
     "Event": "at op",
     "ActorLogged": "at op actor level message fields=",
+    "CheckpointWritten": "at op step version path seconds",
     "EngineStarted": "at op info",
     "ReplicaDied": "at op actor cause",
     "RolloutConsumed": "at op rollout accepted=",
     "RolloutFinished": "at op rollout",
     "RunEnded": "at op outcome version error=",
+    "RunResumed": "at op step version path",
     "StateChanged": "at op source target trigger reason= seconds=",
     "SwapDone": "at op report",
     "SwapFailed": "at op error fenced=",
