@@ -179,7 +179,7 @@ def _checked_generators(
         numpy = (name, np.array(words, dtype=np.uint32), *rest)
         np.random.RandomState().set_state(numpy)
         torch.Generator().set_state(tensors["cpu"])
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, RuntimeError) as error:
         raise TrainerError(f"the random state in {folder} is damaged: {error}") from None
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

@@ -83,7 +83,7 @@ class Checkpoints:
     """The checkpoints of one run, below ``folder``. One writer at a time."""
 
     def __init__(self, folder: Path, attachment: Attachment | None = None) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()  # the trainer's process may be somewhere else
         self.skipped: tuple[str, ...] = ()
         """What :meth:`latest` passed over, each with its reason."""
         self._attachment = attachment
