@@ -164,7 +164,10 @@ class RayEngine:
 
 
 class RayTrainer:
-    """:class:`orchestrator.protocols.Trainer` over an :class:`actors.trainer.TrainerActor`."""
+    """:class:`orchestrator.protocols.Trainer` over an :class:`actors.trainer.TrainerActor`.
+
+    It is :class:`orchestrator.protocols.Resumable` too.
+    """
 
     def __init__(
         self,
@@ -231,6 +234,12 @@ class RayTrainer:
 
     async def save_checkpoint(self, name: str) -> str:
         return str(await self._call("control", "save_checkpoint", name))
+
+    async def save_state(self, path: str) -> None:
+        await self._call("control", "save_state", path)
+
+    async def load_state(self, path: str) -> None:
+        await self._call("control", "load_state", path)
 
     async def wait_dead(self) -> str:
         return await self._remote.wait_dead()

@@ -187,8 +187,8 @@ async def connected(address: str | None, logs: Path) -> AsyncIterator[None]:
         "configure_logging": False,
         "logging_level": logging.WARNING,
     }
-    if address is not None:
-        arguments["address"] = address
+    # "local" is a Ray of our own; without an address Ray joins any cluster it finds on the machine.
+    arguments["address"] = address or "local"
     with ray_logs_to(logs / "ray.log"):
         starting = asyncio.ensure_future(asyncio.to_thread(ray.init, **arguments))
         try:

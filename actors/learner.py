@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +92,45 @@ class Learner:
             seconds=time.perf_counter() - start,
             rewards=tuple(float(r) for r in rewards),
         )
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, not copied, as ``parameter.key``; empty before the first step.
+
+        Without its hyperparameters: those are the settings' business.
+        """
+        state = self._optimizer.state_dict()["state"]
+        return {
+            f"{name}.{key}": value
+            for index, name in enumerate(self._names())
+            for key, value in state.get(index, {}).items()
+        }
+
+    def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put copies of what :meth:`optimizer_state` gave in place (TrainerError: none changed)."""
+        indices = {name: index for index, name in enumerate(self._names())}
+        state: dict[int, dict[str, Tensor]] = {}
+        for full, tensor in tensors.items():
+            name, _, key = full.rpartition(".")
+            if name not in indices:
+                raise TrainerError(f"the optimizer's state {full!r} is of no parameter here")
+            parameter = self._parameters[indices[name]]
+            if key != "step" and tensor.shape != parameter.shape:
+                raise TrainerError(
+                    f"the optimizer's state {full!r} has shape {tuple(tensor.shape)}, the "
+                    f"parameter {tuple(parameter.shape)}"
+                )
+            state.setdefault(indices[name], {})[key] = tensor.clone()
+        keys = {frozenset(entry) for entry in state.values()}
+        if state and (len(state) != len(indices) or len(keys) != 1):
+            raise TrainerError(
+                f"the optimizer's state covers {len(state)} of {len(indices)} parameters, with "
+                f"{len(keys)} kinds of entries: it is not whole"
+            )
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _names(self) -> list[str]:
+        return [name for name, p in self.model.named_parameters() if p.requires_grad]
 
     def _loss(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> Tensor:
         """Summed over the tokens the policy wrote."""

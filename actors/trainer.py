@@ -2,7 +2,8 @@
 
 Heavy work runs in threads, so the actor answers at any time, from whichever event loop::
 
-    work      start, train, stage, reference_logprobs     one after the other: one model
+    work      start, train, stage, reference_logprobs,    one after the other: one model
+              save_state, load_state
     link      listen, open_channel, send                  may block in a collective
     files     save_checkpoint                             reads the staged bytes
     control   close_channel, aclose                       breaks what blocks in ``link``
@@ -105,6 +106,7 @@ class TrainerActor:
         }
         self._staged = _StagedGuard()
         self._staged_version: PolicyVersion | None = None
+        self._step = 0
         self._closed: concurrent.futures.Future[str] = concurrent.futures.Future()
         self._model: nn.Module | None = None
         self._learner: Learner | None = None
@@ -168,6 +170,14 @@ class TrainerActor:
     async def save_checkpoint(self, ctx: OpContext, name: str) -> str:
         """Save the frozen weights in the run's folder ``checkpoints/name``; its path."""
         return await self._run(ctx, "files", self._save, name)
+
+    async def save_state(self, ctx: OpContext, path: str) -> None:
+        """Save weights, optimizer and random number generators into the folder ``path``."""
+        await self._run(ctx, "work", self._save_state, path)
+
+    async def load_state(self, ctx: OpContext, path: str) -> None:
+        """Go on from what was saved (TrainerError when it does not fit: nothing was changed)."""
+        await self._run(ctx, "work", self._load_state, path)
 
     async def next_events(self) -> list[Record]:
         """Wait for records of this actor; returns all there are."""
@@ -300,6 +310,7 @@ class TrainerActor:
         learner = self._started(self._learner)
         rewards = [self._reward(r.request.prompt.text, r.completion.text) for r in batch]
         stats = learner.step(batch, rewards, step)
+        self._step = step
         self._reporter.info(
             "trained",
             train_step=step,
@@ -327,6 +338,24 @@ class TrainerActor:
         finally:
             del first
             gc.collect()
+
+    def _save_state(self, path: str) -> None:
+        from actors.state import Position, save_state
+
+        begin = time.perf_counter()
+        version = None if self._staged_version is None else int(self._staged_version)
+        weights, learner = self._started(self._weights), self._started(self._learner)
+        save_state(Path(path), weights(), learner, Position(self._step, version))
+        seconds = time.perf_counter() - begin
+        self._reporter.info("trainer state saved", path=path, seconds=round(seconds, 3))
+
+    def _load_state(self, path: str) -> None:
+        from actors.state import load_state
+
+        weights, learner = self._started(self._weights), self._started(self._learner)
+        position = load_state(Path(path), weights(), learner)
+        self._step = position.step
+        self._reporter.info("trainer state loaded", path=path, trained_step=position.step)
 
     def _save(self, name: str) -> str:
         from actors.checkpoint import write_checkpoint

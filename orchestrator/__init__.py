@@ -1,5 +1,6 @@
 """midflight: swaps a policy's weights inside running engines, and proves each swap."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import (
@@ -21,6 +22,7 @@ from orchestrator.errors import (
 )
 from orchestrator.events import (
     ActorLogged,
+    CheckpointWritten,
     EngineStarted,
     Event,
     Observer,
@@ -29,6 +31,7 @@ from orchestrator.events import (
     RolloutConsumed,
     RolloutFinished,
     RunEnded,
+    RunResumed,
     StateChanged,
     SwapDone,
     SwapFailed,
@@ -46,6 +49,7 @@ from orchestrator.protocols import (
     EngineFactory,
     EngineMaker,
     FirstTokens,
+    Resumable,
     Scorer,
     Trainer,
     WeightSender,
@@ -85,18 +89,27 @@ from orchestrator.types import (
 )
 
 if TYPE_CHECKING:
+    from orchestrator.checkpoint import Checkpoints, RunCheckpoint
+    from orchestrator.rollouts import SourceState
     from orchestrator.scheduler import Orchestrator
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> object:
-    # The controller is imported when it is first asked for: --help must not wait for it.
-    if name == "Orchestrator":
-        from orchestrator.scheduler import Orchestrator
+_LATER = {
+    "Orchestrator": "scheduler",
+    "Checkpoints": "checkpoint",
+    "RunCheckpoint": "checkpoint",
+    "SourceState": "rollouts",
+}
 
-        globals()[name] = Orchestrator
-        return Orchestrator
+
+def __getattr__(name: str) -> object:
+    # Imported when they are first asked for: --help must not wait for the controller.
+    if name in _LATER:
+        found: object = getattr(import_module(f"orchestrator.{_LATER[name]}"), name)
+        globals()[name] = found
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -117,6 +130,11 @@ __all__ = [
     "Scorer",
     "Digests",
     "FirstTokens",
+    # checkpoint and resume
+    "Resumable",
+    "Checkpoints",
+    "RunCheckpoint",
+    "SourceState",
     # values
     "ChannelSpec",
     "CheckResult",
@@ -152,12 +170,14 @@ __all__ = [
     "Event",
     "Observer",
     "ActorLogged",
+    "CheckpointWritten",
     "EngineStarted",
     "ReplicaAdmitted",
     "ReplicaDied",
     "RolloutConsumed",
     "RolloutFinished",
     "RunEnded",
+    "RunResumed",
     "StateChanged",
     "SwapDone",
     "SwapFailed",

@@ -11,8 +11,9 @@ from types import FrameType
 from typing import NoReturn
 
 from orchestrator.config import Settings
-from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, MidflightError
+from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MidflightError
 from orchestrator.flags import make_parser, parse
+from orchestrator.run_folder import config_of
 from orchestrator.sources import load
 
 
@@ -47,18 +48,23 @@ def _main(argv: Sequence[str]) -> int:
 
         print(mermaid())
         return EXIT_OK
-    config = given.pop("config", None)
-    return _run(load(given, Path(config) if config else None))
+    config, resume = given.pop("config", None), given.pop("resume", None)
+    if resume is None:
+        return _run(load(given, Path(config) if config else None))
+    if config is not None:
+        raise ConfigError("--resume takes the run's own config.yaml: leave --config out")
+    folder = Path(resume).expanduser()
+    return _run(load(given, config_of(folder)), folder)
 
 
-def _run(settings: Settings) -> int:
+def _run(settings: Settings, resume: Path | None = None) -> int:
     # Until the loop takes the signals over, SIGTERM must end models being made as Ctrl-C does.
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         import actors.assembly as assembly
         from orchestrator.runner import execute
 
-        return execute(settings, assembly.preflight, assembly.assemble)
+        return execute(settings, assembly.preflight, assembly.assemble, resume=resume)
     finally:
         signal.signal(signal.SIGTERM, before)
 

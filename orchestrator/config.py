@@ -116,6 +116,9 @@ class Settings(BaseSettings):
         description="where models made locally are kept (default ~/.cache/midflight)",
         json_schema_extra={"group": "run"},
     )
+    checkpoint_every: int = _opt(
+        0, "steps from one checkpoint of the run to the next (0: none); see --resume", "run", ge=0
+    )
     ray_address: OptStr = _opt(
         None, "attach to this Ray cluster instead of starting a local one", "run"
     )

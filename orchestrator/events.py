@@ -114,6 +114,25 @@ class ActorLogged(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointWritten(Event):
+    """A checkpoint of the run is whole and on the disk, below ``path``."""
+
+    step: int
+    version: PolicyVersion
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunResumed(Event):
+    """Every replica and the trainer are where the checkpoint of ``step`` was."""
+
+    step: int
+    version: PolicyVersion
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded(Event):
     """The last event of a run."""
 

@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line. Only flags that were given appear in its namespace, as text."""
     parser = _Parser(
         prog="midflight",
-        usage="python -m orchestrator [--steps N] [--config FILE] [flags]",
+        usage="python -m orchestrator [--steps N] [--config FILE | --resume RUN_DIR] [flags]",
         description="Train, and swap the weights inside running vLLM engines after each step; "
         "prove each swap.",
         epilog=f"Every flag is also a variable ({ENV_PREFIX}MAX_TOKENS=64) and a key of the YAML "
@@ -95,6 +95,13 @@ def make_parser() -> argparse.ArgumentParser:
     general.add_argument("--version", action="store_true", help="show the version")
     general.add_argument("--show-machine", action="store_true", help="print the states as Mermaid")
     general.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    general.add_argument(
+        "--resume",
+        metavar="RUN_DIR",
+        help="go on with the run in this folder from its last checkpoint, with its config.yaml "
+        "instead of --config; flags and variables given beside it override what that says "
+        "(--steps counts from the run's beginning)",
+    )
     groups = {key: parser.add_argument_group(title) for key, title in _TITLES.items()}
     for public, name in public_names().items():
         field = Settings.model_fields[name]

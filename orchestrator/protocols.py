@@ -218,6 +218,26 @@ class Trainer(WeightSender, Scorer, Protocol):
         ...
 
 
+@runtime_checkable
+class Resumable(Protocol):
+    """A trainer that can be brought back to where it was: what checkpoints of a run need."""
+
+    async def save_state(self, path: str) -> None:
+        """Save all that training needs to go on into the folder ``path``, on the disk on return.
+
+        Weights, optimizer, random number generators, the step and version it is at. Atomic: a
+        crash leaves what was there. Never runs beside :meth:`Trainer.train`.
+        """
+        ...
+
+    async def load_state(self, path: str) -> None:
+        """Go on from what :meth:`save_state` saved: the next step is the one it would have been.
+
+        TrainerError with the reason when it does not fit; nothing was changed then.
+        """
+        ...
+
+
 EngineFactory = Callable[[str], Awaitable[Engine]]
 """Makes an engine that is not yet started from a checkpoint path (the fresh check)."""
 

@@ -11,12 +11,11 @@ waits for room, so requests and the consumer cannot wait for each other.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.errors import Closed, StaleRollout
+from orchestrator.errors import Closed, ConfigError, StaleRollout
 from orchestrator.options import GenerationOptions
 from orchestrator.staleness import consume
 from orchestrator.tasks import settle
@@ -33,8 +32,28 @@ from orchestrator.types import (
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 
 
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """Where a :class:`RolloutSource` is; another one starts from it.
+
+    Every group number is in exactly one place: consumed before, ``unfinished``, ``waiting``, or
+    ``next_group`` and above.
+    """
+
+    next_group: int
+    """Number of the next group to be admitted; its prompt is this modulo the prompts."""
+    unfinished: tuple[int, ...] = ()
+    """Admitted, not whole: to be generated again, with the same request ids and seeds."""
+    waiting: tuple[tuple[Rollout, ...], ...] = ()
+    """Whole groups nobody has taken, oldest first."""
+    group_size: int | None = None
+    """With ``seed`` it makes the requests' seeds; None: not known."""
+    seed: int | None = None
+
+
 @dataclass(slots=True)
 class _Group:
+    number: int
     size: int
     done: list[Rollout] = field(default_factory=list)
 
@@ -43,7 +62,8 @@ class RolloutSource:
     """Owns every rollout request and the buffer of finished ones.
 
     ``generate`` runs one request; ``version`` is the newest published policy;
-    ``on_finished`` and ``on_consumed(rollout, accepted)`` are told of each rollout once.
+    ``on_finished`` and ``on_consumed(rollout, accepted)`` are told of each rollout once; of those
+    that wait in ``start``, the state to go on from, ``on_finished`` was told before.
     """
 
     def __init__(
@@ -54,6 +74,7 @@ class RolloutSource:
         version: Callable[[], PolicyVersion],
         on_finished: Callable[[Rollout], None] = lambda rollout: None,
         on_consumed: Callable[[Rollout, bool], None] = lambda rollout, accepted: None,
+        start: SourceState | None = None,
     ) -> None:
         if not prompts:
             raise ValueError("no prompts: rollouts need at least one")
@@ -72,10 +93,15 @@ class RolloutSource:
         self._on_finished = on_finished
         self._on_consumed = on_consumed
         self._slots = asyncio.Semaphore(options.max_in_flight)
-        self._room = options.buffer_size // options.group_size
-        self._credit = asyncio.Semaphore(self._room)
+        start = start or SourceState(0)
+        _same_requests(start, options)
+        self._next = start.next_group
+        self._again = deque(start.unfinished)
         self._groups: dict[str, _Group] = {}
-        self._ready: deque[list[Rollout]] = deque()
+        self._ready: deque[list[Rollout]] = deque(list(group) for group in start.waiting)
+        # Below 0 where more groups wait than a smaller buffer has room for.
+        self._room = options.buffer_size // options.group_size - len(self._ready)
+        self._credit = asyncio.Semaphore(max(0, self._room))
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: Exception | None = None
@@ -90,24 +116,41 @@ class RolloutSource:
         """Requests generating now."""
         return len(self._tasks)
 
-    def _requests(self) -> Iterator[list[GenerationRequest]]:
+    def state(self) -> SourceState:
+        """Where it is now. A group of which a request still runs counts as not begun."""
+        return SourceState(
+            self._next,
+            tuple(sorted([*(g.number for g in self._groups.values()), *self._again])),
+            tuple(tuple(group) for group in self._ready),
+            self._options.group_size,
+            self._options.seed,
+        )
+
+    def _requests(self, n: int) -> list[GenerationRequest]:
         o = self._options
-        for n in itertools.count():
-            prompt = self.prompts[n % len(self.prompts)]
-            group = f"g{n}"
-            yield [
-                GenerationRequest(
-                    request_id=f"r{n}.{i}",
-                    prompt=prompt,
-                    max_tokens=o.max_tokens,
-                    temperature=o.temperature,
-                    # One stream of seeds a run: no two samples share one.
-                    seed=(o.seed << 32) + n * o.group_size + i,
-                    kind=RequestKind.ROLLOUT,
-                    group=group,
-                )
-                for i in range(o.group_size)
-            ]
+        return [
+            GenerationRequest(
+                request_id=f"r{n}.{i}",
+                prompt=self.prompts[n % len(self.prompts)],
+                max_tokens=o.max_tokens,
+                temperature=o.temperature,
+                # One stream of seeds a run: no two samples share one.
+                seed=(o.seed << 32) + n * o.group_size + i,
+                kind=RequestKind.ROLLOUT,
+                group=f"g{n}",
+            )
+            for i in range(o.group_size)
+        ]
+
+    def _admit(self) -> list[GenerationRequest]:
+        self._room -= 1
+        if self._again:
+            number = self._again.popleft()
+        else:
+            number, self._next = self._next, self._next + 1
+        requests = self._requests(number)
+        self._groups[requests[0].group] = _Group(number, len(requests))
+        return requests
 
     async def run(self) -> None:
         """Submit groups until cancelled; raises what a request failed with."""
@@ -122,11 +165,9 @@ class RolloutSource:
         submit.result()
 
     async def _submit(self) -> None:
-        for requests in self._requests():
+        while True:
             await self._credit.acquire()
-            self._room -= 1
-            self._groups[requests[0].group] = _Group(len(requests))
-            for request in requests:
+            for request in self._admit():
                 await self._slots.acquire()
                 if self._stopped:
                     return
@@ -161,24 +202,20 @@ class RolloutSource:
         A group with a rollout beyond ``max_staleness`` is discarded whole and does not count:
         group-relative advantages need all of it. Raises what a request failed with.
         """
-        waiting: list[list[Rollout]] = []
-        try:
-            while True:
-                async with self._changed:
-                    await self._changed.wait_for(self._settled(groups - len(waiting)))
-                    if self._error is not None:
-                        raise self._error
-                    if len(waiting) + len(self._ready) < groups:
-                        raise Closed("no more rollouts: the orchestrator was closed")
-                    while len(waiting) < groups:
-                        waiting.append(self._ready.popleft())
-                # Judged together and last: a swap may have been published while waiting.
-                waiting = [fresh for group in waiting if (fresh := self._judge(group))]
-                if len(waiting) == groups:
-                    break
-        except BaseException:
-            self._ready.extendleft(reversed(waiting))  # not handed out, so not lost
-            raise
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(self._settled(groups))
+                if self._error is not None:
+                    raise self._error
+                if len(self._ready) < groups:
+                    raise Closed("no more rollouts: the orchestrator was closed")
+            # No await from here on: what is held in between would be in nobody's state.
+            waiting = [self._ready.popleft() for _ in range(groups)]
+            # Judged together and last: a swap may have been published while waiting.
+            waiting = [fresh for group in waiting if (fresh := self._judge(group))]
+            if len(waiting) == groups:
+                break
+            self._ready.extendleft(reversed(waiting))
         for group in waiting:
             self._give_room()
             for rollout in group:
@@ -202,12 +239,13 @@ class RolloutSource:
 
     def _give_room(self) -> None:
         self._room += 1
-        self._credit.release()
+        if self._room > 0:
+            self._credit.release()
 
     async def idle(self) -> None:
         """Wait until no request runs and, for lack of room, none will before the next take."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._groups and self._room == 0)
+            await self._changed.wait_for(lambda: not self._groups and self._room <= 0)
 
     def stop(self) -> None:
         """Submit nothing from now on: a request that ends must not make room for another."""
@@ -222,3 +260,14 @@ class RolloutSource:
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+def _same_requests(start: SourceState, options: GenerationOptions) -> None:
+    """ConfigError where a group made again would not be the group it was."""
+    for name in ("group_size", "seed"):
+        was, now = getattr(start, name), getattr(options, name)
+        if was is not None and was != now:
+            raise ConfigError(
+                f"{name} was {was} when the checkpoint was written and is {now} now: the same "
+                f"requests cannot be made again. Leave {name} as it was, or start a new run"
+            )

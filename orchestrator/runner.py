@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from orchestrator.checkpoint import Checkpoints, RunCheckpoint
 from orchestrator.config import Settings
 from orchestrator.context import current_op, operation
 from orchestrator.errors import (
@@ -30,6 +31,7 @@ from orchestrator.errors import (
 )
 from orchestrator.events import Event, Observer, RunEnded
 from orchestrator.protocols import Engine, EngineFactory, EngineMaker, WeightSender
+from orchestrator.run_folder import CHECKPOINTS, checkpoint_of
 from orchestrator.scheduler import Orchestrator
 from orchestrator.shutdown import (
     FINAL_GRACE_S,
@@ -170,15 +172,36 @@ def execute(
     preflight: Callable[[Settings], Prepared],
     assemble: Assemble,
     observers: Sequence[Observer] = (),
+    *,
+    resume: Path | None = None,
 ) -> int:
-    """The whole run; returns the exit code. ConfigError before anything is started."""
+    """The whole run; returns the exit code. ConfigError before anything is started.
+
+    ``resume``: the folder of a run to go on with, from its last checkpoint.
+    """
+    checkpoint: RunCheckpoint | None = None
+    passed_over: tuple[str, ...] = ()
+    if resume is not None:
+        checkpoint, passed_over = checkpoint_of(resume, settings)
     prepared = preflight(settings)
-    run_id = new_run_id()
-    run_dir = make_run_dir(settings, run_id)
+    if resume is None or checkpoint is None:
+        run_id = new_run_id()
+        run_dir = make_run_dir(settings, run_id)
+    else:
+        run_id, run_dir = checkpoint.run_id, resume
     write_config(settings, prepared, run_dir)
     watchdog = Watchdog()
     with asyncio.Runner() as runner:
-        job = run(settings, prepared, assemble, run_dir=run_dir, run_id=run_id, observers=observers)
+        job = run(
+            settings,
+            prepared,
+            assemble,
+            run_dir=run_dir,
+            run_id=run_id,
+            observers=observers,
+            resume=checkpoint,
+            passed_over=passed_over,
+        )
         code = runner.run(job)
         # Closing the loop waits for worker threads, and one of them may hang.
         watchdog.arm(THREADS_GRACE_S, code, f"threads did not end within {THREADS_GRACE_S:g} s")
@@ -195,8 +218,13 @@ async def run(
     run_id: str,
     observers: Sequence[Observer] = (),
     stdout: TextIO | None = None,
+    resume: RunCheckpoint | None = None,
+    passed_over: Sequence[str] = (),
 ) -> int:
-    """Run to the end and report; returns the exit code, raises only a cancel of its caller."""
+    """Run to the end and report; returns the exit code, raises only a cancel of its caller.
+
+    ``resume``: go on from there; ``passed_over``: newer ones that cannot be used, and why.
+    """
     ended: list[RunEnded] = []
 
     def note_end(event: Event) -> None:
@@ -212,9 +240,12 @@ async def run(
         verbose=settings.verbose,
         stdout=stdout,
         observers=(*observers, note_end),
+        resume=resume,
     )
     with operation(run_id=run_id):
-        life = _Life(settings, prepared, assemble, run_dir, telemetry)
+        for reason in passed_over:
+            telemetry.log.write("warning", "checkpoint passed over", reason=reason)
+        life = _Life(settings, prepared, assemble, run_dir, telemetry, resume)
         outcome, error, cancelled = await life.live()
         code = _exit_code(outcome, error)
         if not ended:
@@ -241,7 +272,9 @@ class _Life:
         assemble: Assemble,
         run_dir: Path,
         telemetry: Telemetry,
+        resume: RunCheckpoint | None,
     ) -> None:
+        self._resume = resume
         self._settings, self._prepared, self._assemble = settings, prepared, assemble
         self._dir, self._telemetry = run_dir, telemetry
         self._task = asyncio.current_task()
@@ -299,6 +332,9 @@ class _Life:
                 replace_engine=parts.replace_engine,
                 observers=[telemetry.emit],
                 run_id=current_op().run_id,
+                checkpoints=Checkpoints(self._dir / CHECKPOINTS, telemetry.recorder),
+                checkpoint_every=s.checkpoint_every,
+                resume=self._resume,
             )
             self._host = orchestrator
             try:

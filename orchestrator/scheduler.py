@@ -24,7 +24,7 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from orchestrator.context import current_op, operation
 from orchestrator.cycle import SwapCycle
@@ -68,6 +68,7 @@ from orchestrator.protocols import (
     WeightSender,
 )
 from orchestrator.recovery import Recovery
+from orchestrator.resume import RunKeeper
 from orchestrator.rollouts import RolloutSource
 from orchestrator.swaps import Swaps
 from orchestrator.tasks import (
@@ -92,6 +93,9 @@ from orchestrator.types import (
     WeightUpdate,
 )
 from orchestrator.validation import Validator
+
+if TYPE_CHECKING:
+    from orchestrator.checkpoint import Checkpoints, RunCheckpoint
 
 
 def _clock() -> float:
@@ -137,10 +141,25 @@ class Orchestrator:
         replace_engine: EngineMaker | None = None,
         observers: Sequence[Observer] = (),
         run_id: str | None = None,
+        checkpoints: Checkpoints | None = None,
+        checkpoint_every: int = 0,
+        resume: RunCheckpoint | None = None,
     ) -> None:
-        self.run_id = run_id or uuid.uuid4().hex[:12]
+        """``checkpoint_every``: train steps of :meth:`run` between checkpoints (0: none).
+
+        ``resume``: the run starts where that checkpoint was, under its run id.
+        """
+        self.run_id = run_id or (resume.run_id if resume else uuid.uuid4().hex[:12])
         self._trainer = trainer
         self._swap = swap or SwapOptions()
+        self._keeper = RunKeeper(
+            self.run_id,
+            trainer,
+            checkpoints,
+            checkpoint_every,
+            resume,
+            self._swap.timeouts.generating,
+        )
         self._generation = generation or GenerationOptions()
         self._options = validation or ValidationOptions(canary=False, fresh=False)
         self._observers = tuple(observers)
@@ -173,6 +192,7 @@ class Orchestrator:
             lambda: self._fleet.version,
             on_finished=lambda r: self._emit(RolloutFinished(time.time(), self._op(), r)),
             on_consumed=lambda r, ok: self._emit(RolloutConsumed(time.time(), self._op(), r, ok)),
+            start=resume.source if resume else None,
         )
         self._probes = Probes(
             probes,
@@ -222,7 +242,7 @@ class Orchestrator:
         self._closing = False
         self._left = False
         self._releasing: asyncio.Task[None] | None = None
-        self._step = 0
+        self._step = self._resumed_steps = resume.step if resume else 0
 
     # What is going on
 
@@ -300,6 +320,13 @@ class Orchestrator:
         )
         self._swaps.nbytes = spec.nbytes
         await self._validator.control()
+        if self._keeper.resumes:
+            self._emit(
+                await self._keeper.bring_back(
+                    self._fleet, self._trainer, self._validator, self._swap, spec.nbytes
+                )
+            )
+            self._recovery.staged = (self._fleet.version, self._keeper.sent)
         self._machine.fire(Trigger.START, Guard.CHANNEL_PROVED)
 
     async def _start_engines(self) -> None:
@@ -460,6 +487,7 @@ class Orchestrator:
     async def run(self, steps: int) -> None:
         """Train and swap ``steps`` times; needs a :class:`Trainer`. A second call counts on.
 
+        The steps of a run that is resumed count: after a checkpoint of step 2, ``run(5)`` makes 3.
         Returns when every step is done. Raises the first failure; the caller leaves the
         ``async with`` block with it.
         """
@@ -469,7 +497,8 @@ class Orchestrator:
                 f"run() needs a trainer that trains; {type(trainer).__name__} only sends weights: "
                 "own the loop and call sync()"
             )
-        last = self._step + steps
+        last = self._step - self._resumed_steps + steps
+        self._resumed_steps = 0
         while self._step < last:
             self._step = step = self._step + 1
             with operation(run_id=self.run_id, step=step, state=State.GENERATING.value):
@@ -477,6 +506,10 @@ class Orchestrator:
                 every = self._options.fresh_every
                 fresh = step == last or (every > 0 and step % every == 0)
                 await self._swap_once(step, fresh=fresh, wait=True)
+                if self._keeper.due(step):
+                    self._emit(
+                        await self._keeper.save(step, self.version, self._trainer, self._source)
+                    )
 
     async def _generate_and_train(self, trainer: Trainer, step: int) -> None:
         waiting = "rollouts"

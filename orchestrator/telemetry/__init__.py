@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from orchestrator.errors import ConfigError
 from orchestrator.events import Event, Observer
 from orchestrator.telemetry.console import ConsoleView, Printer
 from orchestrator.telemetry.eventlog import EventLog, actor_event
-from orchestrator.telemetry.jsonl import JsonLines
+from orchestrator.telemetry.jsonl import JsonLines, cut
 from orchestrator.telemetry.log import LEVELS, LogPipeline, Sinks
 from orchestrator.telemetry.report import RunRecorder
 from orchestrator.telemetry.schema import Summary
 from orchestrator.types import Outcome
+
+if TYPE_CHECKING:
+    from orchestrator.checkpoint import RunCheckpoint
 
 __all__ = ["ConsoleView", "EventLog", "Printer", "RunRecorder", "Summary", "Telemetry"]
 
@@ -26,7 +30,8 @@ class Telemetry:
     """Everything that watches one run, opened together and closed in order.
 
     ``log_format``: auto (live display on a terminal), console (lines only) or json. Files go
-    to ``run_dir``, which exists.
+    to ``run_dir``, which exists; with ``resume`` those that are there go on (ConfigError when
+    they are not what the checkpoint knew, or another process writes there).
     """
 
     def __init__(
@@ -40,11 +45,21 @@ class Telemetry:
         verbose: bool = False,
         stdout: TextIO | None = None,
         observers: Sequence[Observer] = (),
+        resume: RunCheckpoint | None = None,
     ) -> None:
         self.run_dir = run_dir
         self._json = log_format == "json"
         self._printer = Printer(stdout)
         self._file = JsonLines(run_dir / "events.jsonl")
+        try:
+            if not self._file.claim():
+                raise ConfigError(f"a run writes to {run_dir} now: wait for its end, or end it")
+            if resume is not None:
+                cut(self._file.path)
+            self.recorder = RunRecorder(run_dir, run_id, steps, resume=resume)
+        except BaseException:
+            self._file.close()
+            raise
         level = "warning" if quiet else "debug" if verbose else "info"
         self.log = LogPipeline(
             Sinks(
@@ -55,7 +70,6 @@ class Telemetry:
             ),
             run_id,
         )
-        self.recorder = RunRecorder(run_dir, run_id, steps)
         self._view: ConsoleView | None = None
         if not self._json:
             live = log_format == "auto"

@@ -142,6 +142,11 @@ def _describe_event(event: ev.Event) -> tuple[str, str, dict[str, Any]]:
                 event.message,
                 {**fields, "actor": event.actor, "console_level": quiet},
             )
+        case ev.CheckpointWritten():
+            fields = {"path": event.path, "seconds": event.seconds}
+            return "info", "checkpoint written", fields
+        case ev.RunResumed():
+            return "info", "run resumed", {"resumed_step": event.step, "path": event.path}
         case ev.RunEnded():
             bad = event.outcome is Outcome.FAILED
             fields = {"outcome": event.outcome, "final_version": event.version}

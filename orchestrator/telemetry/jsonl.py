@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -105,6 +106,25 @@ class JsonLines:
         except (OSError, ValueError) as error:
             self._complain(str(error))
 
+    def claim(self) -> bool:
+        """Whether nobody else has claimed the file; until it is closed nobody else can."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # a filesystem without locks
+        return True
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def sync(self) -> None:
+        """Return when every line so far is on the disk (OSError)."""
+        os.fsync(self._file.fileno())
+
     def _complain(self, why: str) -> None:
         if not self.lost:
             print(f"midflight: cannot write {self.path}: {why}", file=sys.stderr)
@@ -124,6 +144,18 @@ class JsonLines:
         self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> None:
         self.close()
+
+
+def cut(path: Path, size: int | None = None) -> None:
+    """Take off what is behind ``size`` bytes (None: behind the last whole line); OSError.
+
+    For a file to go on with, whose writer may have died in the middle of a line.
+    """
+    if size is None:
+        text = path.read_bytes() if path.exists() else b""
+        size = text.rfind(b"\n") + 1
+    if path.exists() and path.stat().st_size > size:
+        os.truncate(path, size)
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -20,7 +20,9 @@ def finite(value: object) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def swap_record(report: SyncReport, probes_cut: int, rollouts_cut: int) -> schema.SwapRecord:
+def swap_record(
+    report: SyncReport, probes_cut: int = 0, rollouts_cut: int = 0
+) -> schema.SwapRecord:
     """The entry of ``summary.json`` for one swap."""
     u, s = report.update, report.seconds
     return schema.SwapRecord(
@@ -93,13 +95,13 @@ def _plain(detail: Mapping[str, object]) -> dict[str, JsonValue]:
     return cast(dict[str, JsonValue], clean(detail))
 
 
-def validation_record(swaps: Sequence[SyncReport]) -> schema.ValidationRecord:
+def validation_record(swaps: Sequence[schema.SwapRecord]) -> schema.ValidationRecord:
     """The last fresh check and the last canary that ran."""
     last: dict[str, tuple[Verdict, Mapping[str, Any]]] = {}
-    for report in swaps:
-        for check in report.checks:
+    for swap in swaps:
+        for name, check in swap.checks.items():
             if check.verdict is not Verdict.SKIPPED:
-                last[check.check] = (check.verdict, check.detail)
+                last[name] = (check.verdict, check.detail)
     _, fresh = last.get("fresh", (Verdict.SKIPPED, {}))
     canary = None
     if "canary" in last:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from orchestrator import events as ev
 from orchestrator.cycle import stall_stats
+from orchestrator.errors import ConfigError
 from orchestrator.telemetry import schema
-from orchestrator.telemetry.jsonl import JsonLines, describe, write_atomic
+from orchestrator.telemetry.jsonl import JsonLines, cut, describe, write_atomic
 from orchestrator.telemetry.log import timestamp
 from orchestrator.telemetry.records import (
     finite,
@@ -20,7 +26,10 @@ from orchestrator.telemetry.records import (
     swap_record,
     validation_record,
 )
-from orchestrator.types import Outcome, RequestKind, Rollout, State, SyncReport
+from orchestrator.types import Outcome, RequestKind, Rollout, State, SyncReport, TokenSpan
+
+if TYPE_CHECKING:
+    from orchestrator.checkpoint import RunCheckpoint
 
 HELD = 4096
 """Consumed rollouts that may wait for their reward before they are written without one."""
@@ -33,14 +42,22 @@ class RunRecorder:
     whatever is left at the end of the run as it is then. :meth:`finish` writes the summary; the
     event ``RunEnded`` does so too, and a later :meth:`finish` corrects it (a run may still fail
     while it is taken down).
+
+    :meth:`state` goes into a checkpoint, and a recorder that is given one goes on from there:
+    ``rollouts.jsonl`` loses the lines that came after it, and the summary is of the whole run.
     """
 
-    def __init__(self, run_dir: Path, run_id: str, steps: int = 0) -> None:
+    def __init__(
+        self, run_dir: Path, run_id: str, steps: int = 0, *, resume: RunCheckpoint | None = None
+    ) -> None:
+        """ConfigError when ``resume`` is not of a run that was recorded here."""
+        before = None if resume is None else _so_far(resume, run_dir / "rollouts.jsonl")
         self.summary_path = run_dir / "summary.json"
         self.hardware = ""
         self.packages: dict[str, str] = {}
         self.summary: schema.Summary | None = None
         self._run_id, self._steps, self._started = run_id, steps, time.time()
+        self._began, self._seconds_before = self._started, 0.0
         self._lines = JsonLines(run_dir / "rollouts.jsonl")
         self._open: dict[str, tuple[Rollout, bool]] = {}
         self._written: set[str] = set()
@@ -49,13 +66,59 @@ class RunRecorder:
         self._tokens: Counter[int] = Counter()
         self._cuts: dict[RequestKind, Counter[int]] = defaultdict(Counter)
         self._stalls: list[float] = []
-        self._swaps: dict[str, SyncReport] = {}
+        self._swaps: dict[str, schema.SwapRecord] = {}
         self._failed: list[schema.FailedSwapRecord] = []
         self._recoveries: list[schema.RecoveryRecord] = []
         self._training: list[schema.TrainRecord] = []
         self._seconds: dict[State, float] = defaultdict(float)
         self._version: int | None = None
         self._ended = False
+        self._resumed_at: list[int] = []
+        if resume is not None and before is not None:
+            self._go_on(resume, before)
+
+    def state(self) -> dict[str, Any]:
+        """What :class:`~orchestrator.checkpoint.Checkpoints` attaches to a checkpoint."""
+        return schema.SoFar(
+            started=self._started,
+            seconds=self._elapsed(time.time()),
+            rollouts_bytes=self._lines.size,
+            training=self._training,
+            swaps=list(self._swaps.values()),
+            failed_swaps=self._failed,
+            state_seconds=dict(self._seconds),
+            resumed_at=self._resumed_at,
+        ).model_dump(mode="json")
+
+    def sync(self) -> None:
+        """Return when ``rollouts.jsonl`` is on the disk (OSError)."""
+        self._lines.sync()
+
+    def _elapsed(self, now: float) -> float:
+        return self._seconds_before + now - self._began
+
+    def _go_on(self, resume: RunCheckpoint, before: schema.SoFar) -> None:
+        self._started, self._seconds_before = before.started, before.seconds
+        self._resumed_at = [*before.resumed_at, resume.step]
+        self._training, self._failed = list(before.training), list(before.failed_swaps)
+        self._swaps = {swap.sync_id: swap for swap in before.swaps}
+        self._seconds.update(before.state_seconds)
+        self._version = int(resume.version)
+        self.summary_path.unlink(missing_ok=True)  # of the part that ended
+        with self._lines.path.open(encoding="ascii") as file:
+            for line in file:
+                try:
+                    record = schema.RolloutRecord.model_validate_json(line)
+                except ValidationError:
+                    continue  # a full disk tore it, which was told then
+                self._finished.add(record.id)
+                self._written.add(record.id)
+                self._counts[record.status] += 1
+                seconds = [s.seconds for s in record.stalls if s.seconds is not None]
+                self._count(record.kind, record.spans, seconds)
+        for group in resume.source.waiting:
+            for rollout in group:
+                self._on_finished(rollout)
 
     def __call__(self, event: ev.Event) -> None:
         match event:
@@ -117,20 +180,29 @@ class RunRecorder:
             return
         self._finished.add(name)
         done = rollout.completion
-        self._stalls += [s.seconds for s in done.stalls if math.isfinite(s.seconds)]
-        for span in done.spans:
-            self._tokens[int(span.version)] += span.end - span.start
         kind = rollout.request.kind
-        for before, after in zip(done.spans, done.spans[1:], strict=False):
-            if before.version != after.version:
-                self._cuts[kind][int(after.version)] += 1
-        self._counts["cut"] += rollout.cut
+        seconds = [s.seconds for s in done.stalls if math.isfinite(s.seconds)]
+        self._count(kind, done.spans, seconds)
         if kind is RequestKind.PROBE:
             self._write(rollout, "probe")
         elif self._ended:
             self._write(rollout, "unused")
         else:
             self._open.setdefault(name, (rollout, False))
+
+    def _count(
+        self,
+        kind: RequestKind,
+        spans: Sequence[TokenSpan | schema.SpanRecord],
+        stalls: Sequence[float],
+    ) -> None:
+        self._stalls += stalls
+        for span in spans:
+            self._tokens[int(span.version)] += span.end - span.start
+        for before, after in itertools.pairwise(spans):
+            if before.version != after.version:
+                self._cuts[kind][int(after.version)] += 1
+        self._counts["cut"] += len({span.version for span in spans}) > 1
 
     def _on_consumed(self, rollout: Rollout, accepted: bool) -> None:
         if not accepted:
@@ -154,7 +226,7 @@ class RunRecorder:
         return replace(rollout, reward=reward, staleness=staleness)
 
     def _on_swap(self, report: SyncReport) -> None:
-        self._swaps[report.update.sync_id] = report
+        self._swaps[report.update.sync_id] = swap_record(report)
         self._version = int(report.update.version)
 
     def _on_failed(self, event: ev.SwapFailed) -> None:
@@ -204,7 +276,7 @@ class RunRecorder:
             error_type=None if error is None else type(error).__name__,
             started_at=timestamp(self._started),
             ended_at=timestamp(ended),
-            duration_s=round(ended - self._started, 3),
+            duration_s=round(self._elapsed(ended), 3),
             hardware=self.hardware,
             packages=self.packages,
             steps=self._steps or len(self._training),
@@ -213,8 +285,13 @@ class RunRecorder:
             reward=[t.reward for t in self._training],
             training=self._training,
             swaps=[
-                swap_record(r, probes[int(r.update.version)], rollouts[int(r.update.version)])
-                for r in self._swaps.values()
+                swap.model_copy(
+                    update={
+                        "probes_cut": probes[swap.to_version],
+                        "rollouts_cut": rollouts[swap.to_version],
+                    }
+                )
+                for swap in self._swaps.values()
             ],
             failed_swaps=self._failed,
             recoveries=self._recoveries,
@@ -231,4 +308,24 @@ class RunRecorder:
                 cut=count["cut"],
             ),
             state_seconds={s: round(t, 6) for s, t in self._seconds.items()},
+            resumed_at=self._resumed_at,
         )
+
+
+def _so_far(resume: RunCheckpoint, lines: Path) -> schema.SoFar:
+    """What the checkpoint kept of the summary; ``lines`` is cut to what it knew."""
+    try:
+        before = schema.SoFar.model_validate(resume.attached)
+    except ValidationError:
+        raise ConfigError(
+            f"{resume.folder} says nothing of the run's files: it was written by another program; "
+            "start a new run"
+        ) from None
+    found = lines.stat().st_size if lines.exists() else 0
+    if found < before.rollouts_bytes:
+        raise ConfigError(
+            f"{lines} has {found} bytes, {before.rollouts_bytes} were written before the "
+            "checkpoint: put the file back, or start a new run"
+        )
+    cut(lines, before.rollouts_bytes)
+    return before

@@ -186,6 +186,22 @@ class RolloutCounts(_Record):
     cut: int
 
 
+class SoFar(_Record):
+    """What of the summary a checkpoint keeps. The rest of it is counted again from
+    ``rollouts.jsonl``, of which ``rollouts_bytes`` are known."""
+
+    started: float
+    """Unix time."""
+    seconds: float
+    """The run went on for so long."""
+    rollouts_bytes: int
+    training: list[TrainRecord]
+    swaps: list[SwapRecord]
+    failed_swaps: list[FailedSwapRecord]
+    state_seconds: dict[State, float]
+    resumed_at: list[int]
+
+
 class Summary(_Record):
     """``summary.json``."""
 
@@ -212,3 +228,5 @@ class Summary(_Record):
     tokens: dict[str, int]
     rollouts: RolloutCounts
     state_seconds: dict[State, float]
+    resumed_at: list[int] = []
+    """Steps after which the run was resumed from a checkpoint."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from orchestrator.errors import ChannelError, TrainerDied, TrainerError
 from orchestrator.protocols import Digests, EngineFactory
@@ -45,6 +49,8 @@ class FakeTrainer(FakeActor):
         self.staged: dict[str, bytes] | None = None
         """What the next send carries."""
         self.staged_version: PolicyVersion | None = None
+        self.step = 0
+        """Of the last train step."""
         self._train_seconds = train_seconds
         self._started = False
         self._sending = False
@@ -67,6 +73,7 @@ class FakeTrainer(FakeActor):
             await self._sleep(self._train_seconds)
             tokens = [t for rollout in batch for t in rollout.completion.token_ids]
             self.weights = policy.next_weights(self.weights, tokens)
+            self.step = step
             rewards = tuple(_reward(rollout) for rollout in batch)
             return TrainStats(
                 step=step,
@@ -174,6 +181,32 @@ class FakeTrainer(FakeActor):
             self.world.checkpoints[path] = dict(self._must_be_staged())
             return path
 
+    async def save_state(self, path: str) -> None:
+        """One small JSON file in the folder ``path``; a crash leaves the one before."""
+        async with self._call("save_state", path):
+            self._must_be_started()
+            data = {
+                "step": self.step,
+                "version": self.staged_version,
+                "weights": {name: data.hex() for name, data in self.weights.items()},
+            }
+            _write(Path(path), json.dumps(data))
+
+    async def load_state(self, path: str) -> None:
+        """TrainerError when there is none, or one of other tensors."""
+        async with self._call("load_state", path):
+            self._must_be_started()
+            try:
+                data: dict[str, Any] = json.loads((Path(path) / "state.json").read_text())
+                weights = {name: bytes.fromhex(text) for name, text in data["weights"].items()}
+                step = int(data["step"])
+            except (OSError, ValueError, KeyError, AttributeError) as error:
+                raise self._error(f"no state in {path}: {error}") from None
+            sizes = {name: len(data) for name, data in self.weights.items()}
+            if sizes != {name: len(data) for name, data in weights.items()}:
+                raise self._error(f"the state in {path} is of other tensors")
+            self.weights, self.step = weights, step
+
     # -- inside -----------------------------------------------------------------------------
 
     def _receivers_first(self, channel: FakeChannel, update: WeightUpdate) -> None:
@@ -241,6 +274,13 @@ def fake_engine_factory(
 def _reward(rollout: Rollout) -> float:
     tokens = rollout.completion.token_ids
     return sum(t % 2 == 0 for t in tokens) / len(tokens) if tokens else 0.0
+
+
+def _write(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / ".state.json"
+    temporary.write_text(text)
+    os.replace(temporary, folder / "state.json")
 
 
 def _now() -> float:

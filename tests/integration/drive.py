@@ -1,6 +1,7 @@
 """The command's own flow with one more observer, as a program for tests to start.
 
     python -m tests.integration.drive --kill engine_core@PAUSING -- --steps 3 ...
+    python -m tests.integration.drive --kill driver@PAUSING:3 -- --steps 4 ...
     python -m tests.integration.drive --interrupt GENERATING:2 -- --steps 3 ...
     python -m tests.integration.drive --interrupt RAY --signal SIGTERM -- --steps 3 ...
 
@@ -54,6 +55,8 @@ class Saboteur:
             os.killpg(os.getpgid(0), self._signal)  # as a terminal does it
 
     def _pid(self) -> int:
+        if self._victim == "driver":
+            return os.getpid()
         if self._victim == "engine_actor":
             return self._engine[0]
         # Cut as the kernel cuts a process's name: its command line can be unreadable for a moment.

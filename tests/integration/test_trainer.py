@@ -171,6 +171,30 @@ async def test_what_was_staged_is_sent_saved_and_scored_while_training_goes_on(
     assert len(changed) == len(digests), "a train step changes every tensor"
 
 
+async def test_a_trainer_that_loads_a_state_goes_on_bit_for_bit(
+    trainer: TrainerActor, tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    """Case 24: two steps, and one step, a state, another trainer and one step, are the same."""
+    path = str(tmp_path / "state")
+    async with asyncio.timeout(2 * DEADLINE_S):
+        await trainer.train(CTX, batch(), 1)
+        saved = await trainer.stage(CTX, PolicyVersion(1))
+        await trainer.save_state(CTX, path)
+        through = await trainer.train(CTX, batch((" Stars loom", " Salt")), 2)
+        expected = await trainer.stage(CTX, PolicyVersion(2))
+
+        other = make(tiny, tmp_path, seed=9)
+        await other.start(CTX)
+        await other.load_state(CTX, path)
+        assert await other.stage(CTX, PolicyVersion(1)) == saved
+        again = await other.train(CTX, batch((" Stars loom", " Salt")), 2)
+        assert await other.stage(CTX, PolicyVersion(2)) == expected
+        with pytest.raises(TrainerError, match=f"no trainer state in {tmp_path}/nothing"):
+            await other.load_state(CTX, f"{tmp_path}/nothing")
+        await other.aclose(CTX)
+    assert replace(again, seconds=0) == replace(through, seconds=0)
+
+
 async def test_a_declared_cast_reaches_the_wire_the_checkpoint_and_the_score(
     tiny: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -18,14 +18,14 @@ import orchestrator
 
 NAMES = """
     Orchestrator SwapOptions GenerationOptions RecoveryOptions ValidationOptions PhaseTimeouts
-    Engine EngineFactory EngineMaker Trainer WeightSender Scorer Digests FirstTokens ChannelSpec
-    CheckResult
+    Engine EngineFactory EngineMaker Trainer WeightSender Scorer Digests FirstTokens Resumable
+    Checkpoints RunCheckpoint SourceState ChannelSpec CheckResult
     Completion EngineInfo EngineStatus FinishReason GenerationRequest KVPolicy OpContext
     Outcome PauseAck PauseMode PhaseSeconds PolicyVersion Prompt RequestKind Rollout Stall
-    StallStats State Swapped SyncReport TensorSpec TokenSpan TrainStats TransferBackend
-    TransferStats Verdict WeightUpdate Event Observer ActorLogged EngineStarted ReplicaAdmitted
-    ReplicaDied
-    RolloutConsumed RolloutFinished RunEnded StateChanged SwapDone SwapFailed TrainStepDone
+    StallStats State Strategy Swapped SyncReport TensorSpec TokenSpan TrainStats TransferBackend
+    TransferStats Verdict WeightUpdate Event Observer ActorLogged CheckpointWritten EngineStarted
+    ReplicaAdmitted ReplicaDied RolloutConsumed RolloutFinished RunEnded RunResumed StateChanged
+    SwapDone SwapFailed TrainStepDone
     MidflightError ChannelError Closed ConfigError EngineDied EngineError IllegalTransition
     PhaseTimeout StaleRollout SyncBusy SyncError TrainerDied TrainerError TransferError
     ValidationFailed
@@ -38,7 +38,8 @@ SIGNATURES = {
             GenerationOptions | None = None, validation: ValidationOptions | None = None,
             engine_factory: EngineFactory | None = None, recovery: RecoveryOptions | None = None,
             replace_engine: EngineMaker | None = None, observers: Sequence[Observer] = (),
-            run_id: str | None = None) -> None
+            run_id: str | None = None, checkpoints: Checkpoints | None = None,
+            checkpoint_every: int = 0, resume: RunCheckpoint | None = None) -> None
         state: State
         version: PolicyVersion
         history: tuple[Transition, ...]
@@ -83,6 +84,15 @@ SIGNATURES = {
         async reference_logprobs(prompts: Sequence[Sequence[int]], *, initial: bool = False) ->
             tuple[tuple[float, ...], ...]
     """,
+    "Resumable": """
+        async save_state(path: str) -> None
+        async load_state(path: str) -> None
+    """,
+    "Checkpoints": """
+        latest() -> RunCheckpoint
+        async write(checkpoint: RunCheckpoint, save_trainer: Callable[[str], Awaitable[None]]) ->
+            RunCheckpoint
+    """,
     "Trainer": """
         async start() -> None
         async train(batch: Sequence[Rollout], step: int) -> TrainStats
@@ -92,7 +102,8 @@ SIGNATURES = {
 
 # Field names in order; "=" marks one with a default.
 FIELDS = {
-    "SwapOptions": "backend= staged= pause_mode= kv_policy= pause_after_tokens= timeouts=",
+    "SwapOptions": "backend= staged= pause_mode= kv_policy= strategy= max_unavailable= "
+    "pause_after_tokens= timeouts=",
     "GenerationOptions": (
         "max_tokens= temperature= group_size= prompts_per_step= max_in_flight="
         " buffer_size= max_staleness= probe_tokens= seed="
@@ -115,6 +126,8 @@ FIELDS = {
     "PhaseSeconds": "quiesce transfer finalize resume first_token prefetch=",
     "Prompt": "token_ids text=",
     "Rollout": "request completion reward= staleness=",
+    "RunCheckpoint": "run_id step version source attached= schema_version= folder=",
+    "SourceState": "next_group unfinished= waiting= group_size= seed=",
     "Stall": "sync_id seconds",
     "StallStats": "count p50 p95 max",
     "Swapped": "ack stats quiesce transfer finalize resume",
@@ -126,6 +139,7 @@ FIELDS = {
     "WeightUpdate": "sync_id from_version version step backend pause_mode kv_policy staged=",
     "Event": "at op",
     "ActorLogged": "at op actor level message fields=",
+    "CheckpointWritten": "at op step version path seconds",
     "EngineStarted": "at op info",
     "ReplicaDied": "at op actor cause",
     "ReplicaAdmitted": "at op engine version seconds",
@@ -133,6 +147,7 @@ FIELDS = {
     "RolloutConsumed": "at op rollout accepted=",
     "RolloutFinished": "at op rollout",
     "RunEnded": "at op outcome version error=",
+    "RunResumed": "at op step version path",
     "StateChanged": "at op source target trigger reason= seconds=",
     "SwapDone": "at op report",
     "SwapFailed": "at op error fenced=",
