@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from actors import hardware
+from actors.nodes import node_address, ray_node
 from actors.reporting import ActorReporter, Record, redirect_output
 from actors.rewards import DEFAULT_REWARD, get_reward
 from orchestrator.errors import ConfigError, MidflightError, TrainerError
@@ -242,7 +243,9 @@ class TrainerActor:
         self._model = model
         parameters = sum(parameter.numel() for parameter in model.parameters())
         seconds = time.perf_counter() - begin
-        self._reporter.info("trainer started", parameters=parameters, seconds=round(seconds, 2))
+        self._reporter.info(
+            "trainer started", parameters=parameters, seconds=round(seconds, 2), node=ray_node()
+        )
         return {
             "pid": os.getpid(),
             "parameters": parameters,
@@ -343,15 +346,6 @@ class TrainerActor:
             )
         self._reporter.info("checkpoint saved", path=str(path))
         return str(path)
-
-
-def node_address() -> str:
-    """This node's address, as other nodes of the Ray cluster reach it (ConfigError without Ray)."""
-    import ray
-
-    if not ray.is_initialized():
-        raise ConfigError("host 'auto' asks Ray for this node's address: pass one outside of Ray")
-    return str(ray.util.get_node_ip_address())
 
 
 class _StagedGuard:
