@@ -53,17 +53,19 @@ def ray_node() -> str:
 
 
 def node_address() -> str:
-    """This node's address, as other nodes of the Ray cluster reach it.
-
-    ConfigError without Ray, and for a loopback address in a cluster of several machines.
-    """
+    """This node's address as Ray knows it (ConfigError without Ray)."""
     import ray
 
     if not ray.is_initialized():
         raise ConfigError("host 'auto' asks Ray for this node's address: pass one outside of Ray")
-    address = str(ray.util.get_node_ip_address())
+    return str(ray.util.get_node_ip_address())
+
+
+def check_address(address: str) -> None:
+    """ConfigError if ``address`` of this node means another machine to a node of the cluster."""
+    import ray
+
     refuse_loopback(address, ray_node(), ray.nodes())
-    return address
 
 
 def refuse_loopback(address: str, own: str, nodes: Iterable[Mapping[str, Any]]) -> None:

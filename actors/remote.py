@@ -238,6 +238,8 @@ def _last_line(error: BaseException) -> str:
 def _cause_of_death(error: BaseException) -> str:
     if missing := re.search(r"ModuleNotFoundError: .*", str(error)):
         return f"it cannot run on its node, which lacks what this one has: {missing[0]}"
+    if "in its creation task" in str(error):
+        return f"it could not be made: {_last_line(error).partition(': ')[2]}"
     wanted = ("worker process", "killed", "died", "exit", "unavailable")
     for line in str(error).splitlines():
         if any(word in line.lower() for word in wanted) and "class_name" not in line:

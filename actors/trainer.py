@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from actors import hardware
-from actors.nodes import node_address, ray_node
+from actors.nodes import check_address, node_address, ray_node
 from actors.reporting import ActorReporter, Record, redirect_output
 from actors.rewards import DEFAULT_REWARD, get_reward
 from orchestrator.errors import ConfigError, MidflightError, TrainerError
@@ -99,7 +99,9 @@ class TrainerActor:
         self._seed, self._wire_dtype = seed, wire_dtype
         gpu = self._backend is not TransferBackend.GLOO
         self._device = device or ("cuda" if gpu else "cpu")
-        self._threads, self._host = threads, node_address() if host == "auto" else host
+        self._threads = threads
+        self._ask_ray = host == "auto"
+        self._host = node_address() if self._ask_ray else host
         self._pools = {
             pool: ThreadPoolExecutor(1, f"{name}-{pool}", initializer=self._set_threads)
             for pool in ("work", "link", "files", "control")
@@ -225,6 +227,8 @@ class TrainerActor:
     def _start(self) -> dict[str, Any]:
         if self._model is not None:
             raise TrainerError("it is started already")
+        if self._ask_ray:
+            check_address(self._host)
         import torch
 
         from actors.learner import Learner, LearnerOptions
