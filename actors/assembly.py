@@ -134,32 +134,33 @@ def reachable(address: str) -> None:
     Ray itself would retry for minutes. Something else may listen there and say nothing; a
     client that waits for it cannot be interrupted, so it is asked in a process of its own.
     """
-    problem = None
+    asked, named, problem = address, f"--ray-address {address!r}", None
+    if address == "auto" and (known := os.environ.get("RAY_ADDRESS")):
+        asked, named = known, f"{named} (RAY_ADDRESS is {known!r})"
     try:
-        if address != "auto":
-            host, _, port = address.removeprefix("ray://").rpartition(":")
+        if asked != "auto":
+            host, _, port = asked.removeprefix("ray://").rpartition(":")
             with socket.create_connection((host, int(port)), timeout=CONNECT_S):
                 pass
-        if not address.startswith("ray://"):
-            asked = subprocess.run(
-                [sys.executable, "-c", _GREET, address],
+        if not asked.startswith("ray://"):
+            greeted = subprocess.run(
+                [sys.executable, "-c", _GREET, asked],
                 capture_output=True,
                 text=True,
                 timeout=CONNECT_S,
                 check=False,
             )
-            if asked.returncode:
-                problem = (asked.stderr.strip().splitlines() or ["it answers wrongly"])[-1]
+            if greeted.returncode:
+                problem = (greeted.stderr.strip().splitlines() or ["it answers wrongly"])[-1]
     except subprocess.TimeoutExpired:
-        problem = f"something listens there, but gave no answer within {CONNECT_S:g} s"
-        if address == "auto":
-            problem = f"none that this machine knows of answered within {CONNECT_S:g} s"
+        there = "what is on this machine" if asked == "auto" else "something listens there, but"
+        problem = f"{there} gave no answer within {CONNECT_S:g} s"
     except (OSError, ValueError) as error:
         problem = str(error)
     if problem is not None:
         raise ConfigError(
-            f"no Ray cluster at --ray-address {address!r}: {problem}. Start one with `ray start "
-            "--head`, or leave the flag out for a local one"
+            f"no Ray cluster at {named}: {problem}. Start one with `ray start --head`, or leave "
+            "the flag out for a local one"
         )
 
 
