@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,11 @@ import pytest
 
 from actors import assembly, nodes
 from actors.assembly import gpu_shares, on_one_gpu, vllm_uses_ray
+from actors.core import Core
+from actors.engine_settings import EngineSettings
 from actors.placement import Group, Seating, Spread, amounts, describe
-from orchestrator.errors import ConfigError
+from actors.reporting import ActorReporter
+from orchestrator.errors import ConfigError, EngineError
 from orchestrator.sources import load
 from orchestrator.types import TransferBackend
 
@@ -163,3 +167,12 @@ def test_more_gpus_than_the_cluster_has_are_refused_before_anything_waits(
         return
     with pytest.raises(ConfigError, match=says):
         assembly.check_room(load(flags), checked)
+
+
+async def test_a_node_without_the_model_says_so_before_vllm_starts() -> None:
+    """vLLM would look the path up on the hub."""
+    settings = EngineSettings(model="/no/such/model")
+    core = Core("e", settings, ActorReporter("e"), asyncio.get_running_loop())
+    with pytest.raises(EngineError, match=r"no model folder /no/such/model on its node \("):
+        await core.start()
+    assert not EngineSettings(model="org/name-on-the-hub").missing
