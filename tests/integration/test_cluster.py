@@ -23,7 +23,7 @@ from orchestrator.errors import ConfigError
 
 from .command import ROOT, command
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 DEADLINE_S = 60.0
 NODES = 3
 
@@ -179,7 +179,7 @@ def test_a_run_over_three_nodes_moves_weights_and_leaves_the_cluster_as_it_was(
         ],
         tmp_path / "run",
         env=ENV,
-        timeout=350,
+        timeout=500,
     )
     assert ended.code == 0, ended.stderr
     (swap,) = ended.summary["swaps"]
