@@ -37,6 +37,7 @@ from orchestrator.types import (
 )
 
 from .engine_settings import EngineSettings
+from .placement import Seat
 from .remote import OnEvent, RemoteActor
 
 CANCEL_S = 2.0
@@ -59,11 +60,15 @@ class RayEngine:
         *,
         on_event: OnEvent | None = None,
         options: Mapping[str, Any] | None = None,
+        seat: Seat | None = None,
     ) -> None:
-        """``options``: Ray's actor options (``num_gpus``, ``runtime_env``, placement)."""
+        """``options``: Ray's actor options (``num_gpus``, ``runtime_env``, placement).
+
+        ``seat``: where it runs and how many GPUs it gets there; wins over ``options``.
+        """
         self._name = name
         self._settings = settings
-        self._options = dict(options or {})
+        self._options, self._seat = dict(options or {}), seat
         self._remote = RemoteActor(
             name,
             lambda text: EngineDied(name, text),
@@ -80,7 +85,8 @@ class RayEngine:
         actor = getattr(importlib.import_module(module), name)
         # Groups of their own: a pause never queues behind thousands of generate calls.
         groups = {"control": 32, "wait": 1000, "generate": 100_000, "watch": 8}
-        await self._remote.launch(actor, (self._name, self._settings), {}, groups, self._options)
+        arguments = (self._name, self._settings)
+        await self._remote.launch(actor, arguments, {}, groups, self._options, self._seat)
         info: EngineInfo = await self._call("control", "start")
         await self._remote.count()
         return info
@@ -176,12 +182,13 @@ class RayTrainer:
         name: str = "trainer",
         on_event: OnEvent | None = None,
         options: Mapping[str, Any] | None = None,
+        seat: Seat | None = None,
     ) -> None:
-        """``arguments``: keywords of TrainerActor. ``options``: Ray's actor options."""
+        """``arguments``: keywords of TrainerActor. ``options``, ``seat``: as of RayEngine."""
         self._arguments = dict(arguments)
         self.started: Mapping[str, Any] = {}
         """What the actor said about itself when it was up: ``packages``, ``hardware``, ..."""
-        self._options = dict(options or {})
+        self._options, self._seat = dict(options or {}), seat
         self._remote = RemoteActor(name, TrainerDied, TrainerError, on_event)
 
     @property
@@ -193,9 +200,8 @@ class RayTrainer:
 
         # Closing must get through while a send or a train step blocks.
         groups = {"control": 16, "work": 4, "watch": 8}
-        await self._remote.launch(
-            TrainerActor, (), {**self._arguments, "name": self.name}, groups, self._options
-        )
+        arguments = {**self._arguments, "name": self.name}
+        await self._remote.launch(TrainerActor, (), arguments, groups, self._options, self._seat)
         self.started = await self._call("work", "start")
         await self._remote.count()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors import hardware, processes
+from actors import hardware, nodes, processes
 from actors import preflight as checks
 from actors.engine_settings import EngineSettings
 from orchestrator.config import Settings
@@ -39,7 +39,12 @@ ABANDON_S = 3.0
 """What a Ray that is still starting may take when the run is over already."""
 CONNECT_S = 10.0
 """What a Ray cluster may take to answer."""
-_GREET = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+_GREET = """
+import sys
+from ray._private.services import canonicalize_bootstrap_address_or_die as found
+from ray._raylet import GcsClient
+GcsClient(address=found("auto") if sys.argv[1] == "auto" else sys.argv[1])
+"""
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Largest log-probability difference between two implementations of one model, by dtype."""
 
@@ -125,36 +130,38 @@ def check_executor(executor: str, gpus: int) -> None:
 
 
 def reachable(address: str) -> None:
-    """ConfigError unless a Ray cluster answers at ``address``, within CONNECT_S.
+    """ConfigError unless a Ray cluster answers at ``address``, within about CONNECT_S.
 
     Ray itself would retry for minutes. Something else may listen there and say nothing; a
     client that waits for it cannot be interrupted, so it is asked in a process of its own.
     """
-    if address == "auto":
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    problem = None
+    asked, named, problem = address, f"--ray-address {address!r}", None
+    if address == "auto" and (known := os.environ.get("RAY_ADDRESS")):
+        asked, named = known, f"{named} (RAY_ADDRESS is {known!r})"
     try:
-        with socket.create_connection((host, int(port)), timeout=CONNECT_S):
-            pass
-        if not address.startswith("ray://"):
-            asked = subprocess.run(
-                [sys.executable, "-c", _GREET, address],
+        if asked != "auto":
+            host, _, port = asked.removeprefix("ray://").rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=CONNECT_S):
+                pass
+        if not asked.startswith("ray://"):
+            greeted = subprocess.run(
+                [sys.executable, "-c", _GREET, asked],
                 capture_output=True,
                 text=True,
                 timeout=CONNECT_S,
                 check=False,
             )
-            if asked.returncode:
-                problem = (asked.stderr.strip().splitlines() or ["it answers wrongly"])[-1]
+            if greeted.returncode:
+                problem = (greeted.stderr.strip().splitlines() or ["it answers wrongly"])[-1]
     except subprocess.TimeoutExpired:
-        problem = f"something listens there, but gave no answer within {CONNECT_S:g} s"
+        there = "what is on this machine" if asked == "auto" else "something listens there, but"
+        problem = f"{there} gave no answer within {CONNECT_S:g} s"
     except (OSError, ValueError) as error:
         problem = str(error)
     if problem is not None:
         raise ConfigError(
-            f"no Ray cluster at --ray-address {address!r}: {problem}. Start one with `ray start "
-            "--head`, or leave the flag out for a local one"
+            f"no Ray cluster at {named}: {problem}. Start one with `ray start --head`, or leave "
+            "the flag out for a local one"
         )
 
 
@@ -167,7 +174,29 @@ async def assemble(
     logs = run_dir / "logs"
     await asyncio.to_thread(logs.mkdir, parents=True, exist_ok=True)
     async with connected(settings.ray_address, logs):
-        yield make_parts(settings, prepared, run_dir, on_event)
+        parts = make_parts(settings, prepared, run_dir, on_event)
+        await asyncio.to_thread(check_room, settings, prepared.checked)
+        yield parts
+
+
+def check_room(settings: Settings, checked: checks.Prepared) -> None:
+    """ConfigError when the whole run needs more GPUs than the Ray cluster has. Blocks."""
+    import ray
+
+    workers, engines = settings.tensor_parallel_size, settings.engines
+    if checked.backend is TransferBackend.GLOO or on_one_gpu(checked.backend, workers):
+        return
+    needed, text = 1 + engines * workers, f"trainer 1, engines {engines} x {workers}"
+    by_ray = vllm_uses_ray(settings.executor, workers, cpu=False)
+    if workers > 1 and not by_ray and "fresh" in settings.validate_:
+        needed, text = needed + workers, f"{text}, fresh engine {workers}"
+    has = ray.cluster_resources().get("GPU", 0)
+    if needed > has:
+        shared = "" if by_ray or workers == 1 else ", --executor ray (its fresh engine shares)"
+        raise ConfigError(
+            f"this run takes {needed} GPUs ({text}) and the Ray cluster has {has:g}: ask for "
+            f"fewer --engines or a smaller --tensor-parallel-size{shared}"
+        )
 
 
 @asynccontextmanager
@@ -186,9 +215,12 @@ async def connected(address: str | None, logs: Path) -> AsyncIterator[None]:
         "log_to_driver": False,
         "configure_logging": False,
         "logging_level": logging.WARNING,
+        # Left out, it would attach to whatever RAY_ADDRESS or `ray start` left on this machine.
+        "address": address or "local",
     }
-    # "local" is a Ray of our own; without an address Ray joins any cluster it finds on the machine.
-    arguments["address"] = address or "local"
+    if address is not None:
+        environment = nodes.carried_environment(os.environ)
+        arguments["runtime_env"] = {"env_vars": environment}
     with ray_logs_to(logs / "ray.log"):
         starting = asyncio.ensure_future(asyncio.to_thread(ray.init, **arguments))
         try:
@@ -255,12 +287,21 @@ def make_parts(
     that can, output does not depend on the batch, which the fresh check needs.
     """
     from actors.adapters import RayEngine, RayTrainer
+    from actors.placement import Seat, Seating
 
     checked = prepared.checked
     logs = run_dir / "logs"
-    share = gpu_shares(checked.backend, settings.engines, settings.tensor_parallel_size)
+    workers = settings.tensor_parallel_size
+    by_ray = vllm_uses_ray(settings.executor, workers, cpu=not checked.gpus)
+    seating = Seating(
+        gpu_shares(checked.backend, settings.engines, workers, by_ray=by_ray),
+        together=on_one_gpu(checked.backend, workers),
+        ray_workers=workers if by_ray else 0,
+        # With GPUs replicas belong near the trainer, and cannot crowd: they reserve what they use.
+        spread=not checked.gpus,
+    )
 
-    def engine_settings(name: str, model: str, swaps: bool) -> EngineSettings:
+    def engine_settings(name: str, model: str, swaps: bool, seat: Seat) -> EngineSettings:
         return EngineSettings(
             model=model,
             swaps=swaps,
@@ -268,8 +309,9 @@ def make_parts(
             max_model_len=checked.max_model_len,
             max_num_seqs=max(16, settings.max_in_flight + 2 * PROBES),
             seed=settings.seed,
-            tensor_parallel_size=settings.tensor_parallel_size,
+            tensor_parallel_size=workers,
             executor=settings.executor,
+            worker_gpus=seat.worker_gpus,
             cpu=not checked.gpus,
             # The fresh engine comes beside a running one and the trainer, for a few requests.
             gpu_memory_utilization=settings.gpu_memory_utilization / (1 if swaps else 2),
@@ -281,12 +323,8 @@ def make_parts(
 
     def engine(name: str, model: str, swaps: bool = True) -> RayEngine:
         made = (engine_class or RayEngine) if swaps else RayEngine
-        return made(
-            name,
-            engine_settings(name, model, swaps),
-            on_event=on_event,
-            options={"num_gpus": share["engine" if swaps else "fresh"]},
-        )
+        seat = seating.engine() if swaps else seating.fresh()
+        return made(name, engine_settings(name, model, swaps, seat), on_event=on_event, seat=seat)
 
     async def fresh(checkpoint: str) -> Engine:
         return engine("fresh", checkpoint, swaps=False)
@@ -307,7 +345,7 @@ def make_parts(
             "log_path": str(logs / "trainer.log"),
         },
         on_event=on_event,
-        options={"num_gpus": share["trainer"]},
+        seat=seating.trainer(),
     )
     names = [f"engine-{i}" for i in range(settings.engines)]
     return Parts(
@@ -329,18 +367,34 @@ def attention(gpus: int, rocm: bool) -> dict[str, object]:
     return {"attention_backend": "TRITON_ATTN" if rocm else "FLASH_ATTN"}
 
 
-def gpu_shares(backend: TransferBackend, engines: int, workers: int) -> dict[str, float]:
-    """GPUs each actor reserves, so that Ray puts them where the backend needs them.
+def vllm_uses_ray(executor: str, workers: int, *, cpu: bool) -> bool:
+    """Whether vLLM's Ray executor starts the workers of a replica."""
+    asked = EngineSettings("", tensor_parallel_size=workers, executor=executor, cpu=cpu)
+    return asked.executor_backend == "ray"
+
+
+def on_one_gpu(backend: TransferBackend, workers: int) -> bool:
+    """Whether trainer and engines map each other's memory, and so must be on one GPU."""
+    return workers == 1 and backend in (TransferBackend.IPC, TransferBackend.NATIVE_IPC)
+
+
+def gpu_shares(
+    backend: TransferBackend, engines: int, workers: int, *, by_ray: bool = False
+) -> dict[str, float]:
+    """GPUs each actor reserves; ``by_ray``: GPUs each of an engine's Ray workers does.
 
     NCCL: the trainer alone on one, an engine and the fresh one together on another (0.6 + 0.4
-    fit only there). IPC: all on one. An engine of several workers reserves none: vLLM's Ray
-    executor reserves for its workers itself.
+    fit only there). IPC: all on one, which :class:`actors.placement.Seating` sees to. Several
+    workers in one process tree: so many whole GPUs, for the fresh engine too.
     """
+    if on_one_gpu(backend, workers):
+        part = 1000 // (engines + 2) / 1000  # rounded down: the last one must fit too
+        return {"trainer": part, "engine": part, "fresh": part}
+    trainer = 0 if backend is TransferBackend.GLOO else 1
+    if by_ray:
+        return {"trainer": trainer, "engine": 0.6, "fresh": 0.4}
     if backend is TransferBackend.GLOO:
         return {"trainer": 0, "engine": 0, "fresh": 0}
     if workers > 1:
-        return {"trainer": 1, "engine": 0, "fresh": 0}
-    if backend in (TransferBackend.NCCL, TransferBackend.NATIVE_NCCL):
-        return {"trainer": 1, "engine": 0.6, "fresh": 0.4}
-    part = 1000 // (engines + 2) / 1000  # rounded down: the last one must fit too
-    return {"trainer": part, "engine": part, "fresh": part}
+        return {"trainer": trainer, "engine": workers, "fresh": workers}
+    return {"trainer": trainer, "engine": 0.6, "fresh": 0.4}

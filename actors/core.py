@@ -18,6 +18,7 @@ from orchestrator.types import EngineInfo
 
 from . import vllm_compat
 from .engine_settings import EngineSettings
+from .nodes import ray_node
 from .processes import (
     ACTOR_ENV,
     ProcessId,
@@ -68,6 +69,12 @@ class Core:
                 f"data_parallel_size {cores}: a replica has one engine core, else its parts would "
                 "swap at different steps. Start more replicas instead (--engines)",
             )
+        if settings.missing:
+            raise EngineError(
+                self.name,
+                f"there is no model folder {settings.model} on its node ({_node_ip()}): every "
+                "node of the cluster needs it at this path, on a shared file system or as a copy",
+            )
         os.environ.update(
             vllm_compat.engine_environment(
                 cpu=settings.cpu,
@@ -76,6 +83,8 @@ class Core:
                 batch_invariant=settings.batch_invariant,
             )
         )
+        if settings.executor_backend == "ray":
+            os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(settings.worker_gpus)
         os.environ[ACTOR_ENV] = str(os.getpid())
         began = time.perf_counter()
         try:
@@ -111,6 +120,7 @@ class Core:
             model=settings.model,
             dtype=info.dtype,
             workers=info.workers,
+            node=ray_node(),
         )
         return info
 

@@ -33,6 +33,8 @@ class EngineSettings:
     executor: str = "auto"
     """vLLM's executor: ``uni``, ``mp``, ``ray``; auto: uni for one worker, for more ray on GPUs
     and mp on the CPU, where vLLM has no Ray executor."""
+    worker_gpus: float = 1.0
+    """GPUs that each worker of the Ray executor takes of its bundle."""
     cpu: bool = True
     """Run on the CPU: eager, threads bound to no core, ``kv_cache_gib`` of cache."""
     threads: int = 0
@@ -76,6 +78,11 @@ class EngineSettings:
     def offline(self) -> bool:
         """The model is a folder here: nothing is to be looked up on the hub."""
         return Path(self.model).is_dir()
+
+    @property
+    def missing(self) -> bool:
+        """The model is a folder that this machine does not have."""
+        return Path(self.model).is_absolute() and not Path(self.model).exists()
 
     @property
     def compute_threads(self) -> int:

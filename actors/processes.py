@@ -21,6 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from .nodes import node_id, ray_node
+
 ACTOR_ENV = "MIDFLIGHT_ACTOR_PID"
 """Set by an engine actor; every vLLM process below it ends when that process does."""
 
@@ -61,6 +63,8 @@ class Belongings:
     processes: tuple[ProcessId, ...]
     """The actor first."""
     shared_memory: frozenset[str]
+    ray_node: str = ""
+    """Ray's id of the node."""
 
 
 class Counted:
@@ -68,10 +72,8 @@ class Counted:
 
     async def belongings(self) -> Belongings:
         """What there is now; ask again when more was started."""
-        from .transfer.rendezvous import node_id
-
         own = tree(os.getpid())
-        return Belongings(node_id(), own, shared_memory(own))
+        return Belongings(node_id(), own, shared_memory(own), ray_node())
 
 
 def tree(pid: int) -> tuple[ProcessId, ...]:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 import ray.exceptions as rex
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.context import current_op
 from orchestrator.errors import MidflightError
 
 from . import processes
+from .nodes import node_id
+from .placement import Seat
 from .reporting import Record
-from .transfer.rendezvous import node_id
 
 OnEvent = Callable[[str, Record], None]
 """Called in the event loop with the actor's name and each of its log records."""
@@ -28,6 +31,8 @@ CLOSE_S = 5.0
 """What an actor may take to close itself before it is killed."""
 KILL_S = 2.0
 """What Ray may take to kill an actor before we do."""
+SWEEP_S = 3.0
+"""What a task on another node may take to start there and to kill."""
 
 
 class RemoteActor:
@@ -48,6 +53,10 @@ class RemoteActor:
         self._death: asyncio.Future[str] | None = None
         self._belongings = processes.Belongings("", (), frozenset())
         self._closing: asyncio.Task[None] | None = None
+        self._launched = False
+        self._gone = False
+        """Ray said that its process is gone."""
+        self._seat: Seat | None = None
 
     async def launch(
         self,
@@ -56,17 +65,33 @@ class RemoteActor:
         kwargs: Mapping[str, Any],
         groups: Mapping[str, int],
         options: Mapping[str, Any],
+        seat: Seat | None = None,
     ) -> None:
-        """Create the actor (once) and wait until its process is there."""
-        if self._handle is not None or self._closing is not None:
+        """Create the actor (once), in ``seat`` if given, and wait until its process is there.
+
+        A seat is given back when the actor is closed or gone, and when it was never created.
+        """
+        if self._launched or self._was_closed():
             raise self._failed("it was started before, or is closed")
+        self._launched = True
         counted = type(cls.__name__, (processes.Counted, cls), {})
         remote = ray.remote(
             num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups=dict(groups)
         )(counted)
+        if seat is not None:
+            options = {**options, **await seat.take(self._failed)}
+            self._seat = seat
+            if self._was_closed():  # meanwhile
+                await self._stand_up()
+                raise self._died("it was closed")
+        # Without a name: a run never meets an actor of another run.
         self._handle = remote.options(**options).remote(*args, **kwargs)
         self._death = asyncio.get_running_loop().create_future()
-        await self.count()
+        try:
+            await self.count()
+        except MidflightError:
+            await self._stand_up()
+            raise
         self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._watch())]
 
     async def count(self) -> None:
@@ -78,7 +103,7 @@ class RemoteActor:
         handle = self._handle
         if handle is None:
             raise self._failed("it was not started")
-        if self._closing is not None and method != "aclose":
+        if self._was_closed() and method != "aclose":
             raise self._died("it was closed")
         ref = getattr(handle, method).options(concurrency_group=group).remote(*args)
         problem: MidflightError
@@ -95,6 +120,7 @@ class RemoteActor:
             else:
                 problem = self._failed(f"{method}: {_last_line(cause or error)}")
         except rex.RayActorError as error:
+            self._gone = not isinstance(error, rex.ActorUnavailableError)
             problem = self._died(_cause_of_death(error))
         except rex.RayError as error:
             problem = self._failed(f"{method}: {type(error).__name__}: {_first_line(error)}")
@@ -112,13 +138,17 @@ class RemoteActor:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
+    def _was_closed(self) -> bool:
+        return self._closing is not None
+
     async def _close(self) -> None:
         handle = self._handle
-        killed = False
+        answered = killed = False
         if handle is not None:
             if ray.is_initialized():
                 with contextlib.suppress(MidflightError, TimeoutError):
                     await asyncio.wait_for(self.call("control", "aclose", current_op()), CLOSE_S)
+                    answered = True
                 with contextlib.suppress(Exception):
                     ray.kill(handle, no_restart=True)
                     killed = True
@@ -130,11 +160,19 @@ class RemoteActor:
                     first_wait_s=KILL_S if killed else 0.0,
                 )
                 processes.unlink(self._belongings.shared_memory)
+            elif killed and not answered:
+                await sweep(self._belongings)
+        await self._stand_up()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._death is not None and not self._death.done():
             self._death.set_result("it was closed")
+
+    async def _stand_up(self) -> None:
+        seat, self._seat = self._seat, None
+        if seat is not None:
+            await seat.leave()
 
     async def _pump(self) -> None:
         while True:
@@ -154,6 +192,36 @@ class RemoteActor:
             cause = str(error)
         if not self._death.done():
             self._death.set_result(cause)
+        if self._gone:
+            await self._stand_up()  # the next replica may need the room before this one is closed
+
+
+async def sweep(belongings: processes.Belongings, timeout_s: float = SWEEP_S) -> bool:
+    """Kill an actor's processes on its own node, by a task there; whether that was done in time.
+
+    For an actor that did not close itself. Ray has killed it, and vLLM's processes end with it
+    (:func:`actors.processes.die_with_actor`) unless they hang where no thread of theirs runs.
+    When no task gets through either, that node is unreachable: its processes and their shared
+    memory stay until it is seen to.
+    """
+    if not belongings.ray_node:
+        return False
+    where = NodeAffinitySchedulingStrategy(belongings.ray_node, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(_end)
+    ref = task.options(scheduling_strategy=where).remote(belongings)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await ref
+    except (TimeoutError, rex.RayError):
+        with contextlib.suppress(Exception):
+            ray.cancel(ref, force=True)
+        return False
+    return True
+
+
+def _end(belongings: processes.Belongings) -> None:
+    processes.kill(belongings.processes, timeout_s=KILL_S)
+    processes.unlink(belongings.shared_memory)
 
 
 def _first_line(error: BaseException) -> str:
@@ -168,6 +236,10 @@ def _last_line(error: BaseException) -> str:
 
 
 def _cause_of_death(error: BaseException) -> str:
+    if missing := re.search(r"ModuleNotFoundError: .*", str(error)):
+        return f"it cannot run on its node, which lacks what this one has: {missing[0]}"
+    if "in its creation task" in str(error):
+        return f"it could not be made: {_last_line(error).partition(': ')[2]}"
     wanted = ("worker process", "killed", "died", "exit", "unavailable")
     for line in str(error).splitlines():
         if any(word in line.lower() for word in wanted) and "class_name" not in line:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from actors import hardware
+from actors.nodes import check_address, node_address, ray_node
 from actors.reporting import ActorReporter, Record, redirect_output
 from actors.rewards import DEFAULT_REWARD, get_reward
 from orchestrator.errors import ConfigError, MidflightError, TrainerError
@@ -99,7 +100,9 @@ class TrainerActor:
         self._seed, self._wire_dtype = seed, wire_dtype
         gpu = self._backend is not TransferBackend.GLOO
         self._device = device or ("cuda" if gpu else "cpu")
-        self._threads, self._host = threads, node_address() if host == "auto" else host
+        self._threads = threads
+        self._ask_ray = host == "auto"
+        self._host = node_address() if self._ask_ray else host
         self._pools = {
             pool: ThreadPoolExecutor(1, f"{name}-{pool}", initializer=self._set_threads)
             for pool in ("work", "link", "files", "control")
@@ -234,6 +237,8 @@ class TrainerActor:
     def _start(self) -> dict[str, Any]:
         if self._model is not None:
             raise TrainerError("it is started already")
+        if self._ask_ray:
+            check_address(self._host)
         import torch
 
         from actors.learner import Learner, LearnerOptions
@@ -252,7 +257,9 @@ class TrainerActor:
         self._model = model
         parameters = sum(parameter.numel() for parameter in model.parameters())
         seconds = time.perf_counter() - begin
-        self._reporter.info("trainer started", parameters=parameters, seconds=round(seconds, 2))
+        self._reporter.info(
+            "trainer started", parameters=parameters, seconds=round(seconds, 2), node=ray_node()
+        )
         return {
             "pid": os.getpid(),
             "parameters": parameters,
@@ -372,15 +379,6 @@ class TrainerActor:
             )
         self._reporter.info("checkpoint saved", path=str(path))
         return str(path)
-
-
-def node_address() -> str:
-    """This node's address, as other nodes of the Ray cluster reach it (ConfigError without Ray)."""
-    import ray
-
-    if not ray.is_initialized():
-        raise ConfigError("host 'auto' asks Ray for this node's address: pass one outside of Ray")
-    return str(ray.util.get_node_ip_address())
 
 
 class _StagedGuard:

@@ -104,7 +104,10 @@ def ray_session() -> Iterator[None]:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    # GPUs that Ray only counts: nothing here uses one.
+    ray.init(
+        num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     yield
     ray.shutdown()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from actors.nodes import network_id
 from orchestrator.errors import ChannelError
 from orchestrator.types import ChannelSpec, TransferBackend, TransferStats, WeightUpdate
 
@@ -17,7 +18,7 @@ from .base import NamedTensors, Sender, Stopwatch
 from .channel import Channel
 from .layout import manifest_to_wire
 from .link import GlooLink, Link, Wait
-from .rendezvous import Rendezvous, node_id, pattern, proof_keys, ready_keys
+from .rendezvous import Rendezvous, pattern, proof_keys, ready_keys
 
 BUCKET_BYTES = 32 << 20
 """One broadcast carries at most this; receivers load a bucket while the next one travels."""
@@ -69,7 +70,7 @@ class LinkSender(Sender):
             tensors=manifest,
             timeout_s=timeout_s,
             extra={
-                "node": node_id(),
+                "node": network_id(),
                 "wire_dtype": self.wire_dtype,
                 "bucket_bytes": self.bucket_bytes,
                 **extra,

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed
 
+from actors.nodes import is_loopback
 from orchestrator.errors import ChannelError
 
 from .layout import flat_bytes
-from .rendezvous import Rendezvous, is_loopback, local_address
+from .rendezvous import Rendezvous, local_address
 from .store import TorchStore
 
 c10d: Any = torch.distributed

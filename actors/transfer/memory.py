@@ -21,9 +21,8 @@ from collections.abc import Mapping
 import psutil
 import torch
 
+from actors.nodes import node_id
 from orchestrator.errors import ChannelError
-
-from .rendezvous import node_id
 
 Handle = Mapping[str, object]
 

@@ -17,39 +17,25 @@ itself: no port is picked first and lost to someone else.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from actors.nodes import is_loopback, network_id
 from orchestrator.errors import ChannelError
 
 from .store import StoreClient, StoreServer
 
 PATTERN_BYTES = 1 << 20
 _OK = b"ok"
-_LOOPBACK = ("127.", "localhost", "::1")
 
 
 def pattern(nonce: str) -> torch.Tensor:
     """The known pattern: 1 MiB of pseudo-random uint8 derived from ``nonce``."""
     raw = bytearray(hashlib.shake_256(nonce.encode()).digest(PATTERN_BYTES))
     return torch.frombuffer(raw, dtype=torch.uint8)
-
-
-def node_id() -> str:
-    """Differs between machines, even where they share a host name."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` only means this very machine."""
-    return host.startswith(_LOOPBACK)
 
 
 def local_address(host: str, port: int) -> str:
@@ -75,10 +61,13 @@ class Rendezvous:
 
     @classmethod
     def join(
-        cls, host: str, port: int, nonce: str, timeout_s: float, sender_node: str
+        cls, host: str, port: int, nonce: str, timeout_s: float, sender_network: str
     ) -> Rendezvous:
-        """The store of :meth:`host`, seen from a worker (ChannelError if it cannot be reached)."""
-        if is_loopback(host) and sender_node != node_id():
+        """The store of :meth:`host`, seen from a worker (ChannelError if it cannot be reached).
+
+        ``sender_network``: where the host's loopback is, see :func:`actors.nodes.network_id`.
+        """
+        if is_loopback(host) and sender_network != network_id():
             raise ChannelError(
                 f"the sender advertises {host}, but it runs on another machine: give it its "
                 "node's address"

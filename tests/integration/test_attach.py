@@ -160,3 +160,20 @@ def test_an_address_without_ray_fails_within_fifteen_seconds(tmp_path: Path, lis
     assert f"no Ray cluster at --ray-address '127.0.0.1:{port}'" in line
     assert ("gave no answer" if listens else "refused") in line
     assert ended.left == () and not ended.folder.exists()
+
+
+def test_auto_without_a_cluster_fails_within_fifteen_seconds(tmp_path: Path) -> None:
+    """The environment names one that is gone: other clusters of this machine do not count."""
+    gone = f"127.0.0.1:{free_port()}"
+    ended = command(
+        "-m orchestrator",
+        ["--ray-address", "auto", "--steps", "1"],
+        tmp_path / "run",
+        env={**ENV, "RAY_ADDRESS": gone},
+    )
+    assert ended.code == 2
+    assert ended.seconds < 15
+    (line,) = ended.stderr.splitlines()
+    assert f"no Ray cluster at --ray-address 'auto' (RAY_ADDRESS is '{gone}')" in line
+    assert "refused" in line
+    assert ended.left == () and not ended.folder.exists()

@@ -20,11 +20,12 @@ import psutil
 import pytest
 import torch
 
+from actors.nodes import network_id
 from actors.transfer.base import Sender, make_sender
 from actors.transfer.digest import Part, whole
 from actors.transfer.inbox import Accept, Inbox, Invitation, accept_dtypes
 from actors.transfer.layout import Layout
-from actors.transfer.rendezvous import Rendezvous, node_id
+from actors.transfer.rendezvous import Rendezvous
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import (
     ChannelSpec,
@@ -92,7 +93,7 @@ class Group:
 
     def digests(self, key: str) -> list[dict[str, str]]:
         reader = Rendezvous.join(
-            self.spec.host, self.spec.port, self.spec.nonce, TIMEOUT_S, node_id()
+            self.spec.host, self.spec.port, self.spec.nonce, TIMEOUT_S, network_id()
         )
         for inbox in self.inboxes:
             inbox.start_digest(key)

@@ -161,6 +161,7 @@ ENUMS = {
     "PauseMode": "keep wait abort",
     "RequestKind": "rollout probe",
     "State": "STARTING GENERATING PAUSING SYNCING RESUMING VALIDATING RECOVERING STOPPED FAILED",
+    "Strategy": "all-at-once rolling",
     "TransferBackend": "gloo nccl ipc native-nccl native-ipc",
     "Verdict": "match mismatch inconclusive skipped",
 }
