@@ -30,6 +30,7 @@ from orchestrator.types import (
     PolicyVersion,
     Rollout,
     Swapped,
+    TrainerInfo,
     TrainStats,
     TransferBackend,
     TransferStats,
@@ -185,7 +186,7 @@ class RayTrainer:
     def name(self) -> str:
         return self._remote.name
 
-    async def start(self) -> None:
+    async def start(self) -> TrainerInfo:
         from .trainer import TrainerActor
 
         # Closing must get through while a send or a train step blocks.
@@ -195,6 +196,7 @@ class RayTrainer:
         )
         self.started = await self._call("work", "start")
         await self._remote.count()
+        return TrainerInfo(self._remote.pids, self.started["node_ip"])
 
     async def listen(
         self, backend: TransferBackend, world_size: int, timeout_s: float

@@ -24,6 +24,7 @@ from orchestrator.types import (
     PolicyVersion,
     Rollout,
     Swapped,
+    TrainerInfo,
     TrainStats,
     TransferBackend,
     TransferStats,
@@ -205,8 +206,8 @@ class Scorer(Protocol):
 class Trainer(WeightSender, Scorer, Protocol):
     """What :meth:`Orchestrator.run` needs: a sender that also trains."""
 
-    async def start(self) -> None:
-        """Bring the trainer up. Called once."""
+    async def start(self) -> TrainerInfo | None:
+        """Bring the trainer up. Called once. May say what it is (``TrainerStarted``)."""
         ...
 
     async def train(self, batch: Sequence[Rollout], step: int) -> TrainStats:

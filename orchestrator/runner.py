@@ -29,6 +29,8 @@ from orchestrator.errors import (
     MidflightError,
 )
 from orchestrator.events import Event, Observer, RunEnded
+from orchestrator.injection import STAGING
+from orchestrator.injector import Injector
 from orchestrator.protocols import Engine, EngineFactory, WeightSender
 from orchestrator.scheduler import Orchestrator
 from orchestrator.shutdown import (
@@ -160,6 +162,18 @@ def write_config(settings: Settings, prepared: Prepared, run_dir: Path) -> None:
         ) from None
 
 
+def check_injections(settings: Settings, prepared: Prepared) -> None:
+    """ConfigError for one that cannot strike over the backend that was resolved."""
+    ahead = prepared.staged or prepared.backend is TransferBackend.IPC
+    for injection in settings.inject:
+        if injection.place == STAGING and not ahead:
+            way = route(prepared.backend, prepared.staged)
+            raise ConfigError(
+                f"--inject {injection}: over {way} no bytes travel before the pause. Use --backend "
+                "staged, or another state"
+            )
+
+
 def execute(
     settings: Settings,
     preflight: Callable[[Settings], Prepared],
@@ -168,6 +182,7 @@ def execute(
 ) -> int:
     """The whole run; returns the exit code. ConfigError before anything is started."""
     prepared = preflight(settings)
+    check_injections(settings, prepared)
     run_id = new_run_id()
     run_dir = make_run_dir(settings, run_id)
     write_config(settings, prepared, run_dir)
@@ -198,6 +213,7 @@ async def run(
         if isinstance(event, RunEnded):
             ended.append(event)
 
+    injector = Injector(settings.inject, lambda event: telemetry.emit(event))
     telemetry = Telemetry(
         run_dir,
         run_id,
@@ -206,11 +222,14 @@ async def run(
         quiet=settings.quiet,
         verbose=settings.verbose,
         stdout=stdout,
-        observers=(*observers, note_end),
+        observers=(*observers, injector, note_end),
     )
     with operation(run_id=run_id):
         life = _Life(settings, prepared, assemble, run_dir, telemetry)
         outcome, error, cancelled = await life.live()
+        injector.close()
+        for line in injector.never_struck():
+            telemetry.log.write("warning", line)
         code = _exit_code(outcome, error)
         if not ended:
             version = PolicyVersion(0)

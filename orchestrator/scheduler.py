@@ -39,6 +39,7 @@ from orchestrator.events import (
     EngineStarted,
     Event,
     Observer,
+    PrefetchStarted,
     ReplicaDied,
     RolloutConsumed,
     RolloutFinished,
@@ -46,6 +47,7 @@ from orchestrator.events import (
     StateChanged,
     SwapDone,
     SwapFailed,
+    TrainerStarted,
     TrainStepDone,
 )
 from orchestrator.fleet import Fleet
@@ -257,7 +259,9 @@ class Orchestrator:
 
     async def _start_trainer(self) -> None:
         if isinstance(self._trainer, Trainer):
-            await self._trainer.start()
+            info = await self._trainer.start()
+            if info is not None:
+                self._emit(TrainerStarted(time.time(), self._op(), info))
         self._watch(self._watch_trainer(), "watch-trainer")
 
     def _watch(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
@@ -520,6 +524,8 @@ class Orchestrator:
         async with deadline(State.GENERATING, seconds, lambda: waiting):
             sent = await self._trainer.stage(update.version)
             waiting = "the bytes to be at the engines"
+            if update.at_hand:
+                self._emit(PrefetchStarted(time.time(), self._op(), update))
             with self._telling_of_failure():
                 prefetch_s = await self._cycle.prefetch(update)
             if scheduled:
