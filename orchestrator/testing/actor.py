@@ -29,6 +29,8 @@ class FakeActor(ABC):
         self.world = world
         self.death: str | None = None
         """Why the process is gone; None while it lives."""
+        self.pids: tuple[int, ...] = ()
+        """What it says its processes are."""
         self.channel: FakeChannel | None = None
         """The transfer group it is in."""
         self._name = name

@@ -129,6 +129,7 @@ class FakeEngine(FakeActor):
                 dtype="uint8",
                 max_model_len=self._max_model_len,
                 vocab_size=policy.VOCAB,
+                pids=self.pids,
                 hardware="fake",
             )
 

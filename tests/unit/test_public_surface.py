@@ -21,9 +21,10 @@ NAMES = """
     EngineFactory Trainer WeightSender Scorer Digests FirstTokens ChannelSpec CheckResult
     Completion EngineInfo EngineStatus FinishReason GenerationRequest KVPolicy OpContext
     Outcome PauseAck PauseMode PhaseSeconds PolicyVersion Prompt RequestKind Rollout Stall
-    StallStats State Swapped SyncReport TensorSpec TokenSpan TrainStats TransferBackend
-    TransferStats Verdict WeightUpdate Event Observer ActorLogged EngineStarted ReplicaDied
-    RolloutConsumed RolloutFinished RunEnded StateChanged SwapDone SwapFailed TrainStepDone
+    StallStats State Swapped SyncReport TensorSpec TokenSpan TrainerInfo TrainStats
+    TransferBackend TransferStats Verdict WeightUpdate Event Observer ActorLogged EngineStarted
+    FaultInjected PrefetchStarted ReplicaDied RolloutConsumed RolloutFinished RunEnded
+    StateChanged SwapDone SwapFailed TrainerStarted TrainStepDone
     MidflightError ChannelError Closed ConfigError EngineDied EngineError IllegalTransition
     PhaseTimeout StaleRollout SyncBusy SyncError TrainerDied TrainerError TransferError
     ValidationFailed
@@ -81,7 +82,7 @@ SIGNATURES = {
             tuple[tuple[float, ...], ...]
     """,
     "Trainer": """
-        async start() -> None
+        async start() -> TrainerInfo | None
         async train(batch: Sequence[Rollout], step: int) -> TrainStats
         async save_checkpoint(name: str) -> str
     """,
@@ -118,12 +119,15 @@ FIELDS = {
     "SyncReport": "update nbytes requests_in_flight seconds stall_s checks= validate_s= stalls=",
     "TensorSpec": "name dtype shape nbytes",
     "TokenSpan": "version start end",
+    "TrainerInfo": "pids= node_ip=",
     "TrainStats": "step loss reward grad_norm tokens seconds rewards=",
     "TransferStats": "nbytes seconds",
     "WeightUpdate": "sync_id from_version version step backend pause_mode kv_policy staged=",
     "Event": "at op",
     "ActorLogged": "at op actor level message fields=",
     "EngineStarted": "at op info",
+    "FaultInjected": "at op actor kind place step pids= seconds=",
+    "PrefetchStarted": "at op update",
     "ReplicaDied": "at op actor cause",
     "RolloutConsumed": "at op rollout accepted=",
     "RolloutFinished": "at op rollout",
@@ -131,6 +135,7 @@ FIELDS = {
     "StateChanged": "at op source target trigger reason= seconds=",
     "SwapDone": "at op report",
     "SwapFailed": "at op error fenced=",
+    "TrainerStarted": "at op info",
     "TrainStepDone": "at op stats rollouts=",
 }
 
