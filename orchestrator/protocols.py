@@ -65,7 +65,8 @@ class Engine(Protocol):
         """Run ``request`` to its end. Cancelling the call ends the request in the engine.
 
         While the replica is paused a new request is held back and starts on resume.
-        A request ended by :meth:`abort_requests` or pause mode ``abort`` returns what it has.
+        A request ended by :meth:`abort_requests` or pause mode ``abort`` returns what it has; one
+        cut by the engine's death may leave it in ``EngineDied.partial``.
         """
         ...
 

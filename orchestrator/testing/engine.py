@@ -25,6 +25,7 @@ from orchestrator.types import (
     Completion,
     EngineInfo,
     EngineStatus,
+    FinishReason,
     GenerationRequest,
     KVPolicy,
     PauseAck,
@@ -147,6 +148,10 @@ class FakeEngine(FakeActor):
             live = self._decoder.submit(request)
             try:
                 reason = await self._wait(live.done)
+            except EngineDied as error:
+                if self._core_only and live.tokens:
+                    error.partial = live.completion(self.name, FinishReason.ABORT)
+                raise
             finally:
                 self._decoder.forget(live)
             return live.completion(self.name, reason)
