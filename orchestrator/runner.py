@@ -225,7 +225,7 @@ async def run(
         observers=(*observers, injector, note_end),
     )
     with operation(run_id=run_id):
-        life = _Life(settings, prepared, assemble, run_dir, telemetry)
+        life = _Life(settings, prepared, assemble, run_dir, telemetry, injector)
         outcome, error, cancelled = await life.live()
         injector.close()
         for line in injector.never_struck():
@@ -255,9 +255,10 @@ class _Life:
         assemble: Assemble,
         run_dir: Path,
         telemetry: Telemetry,
+        injector: Injector,
     ) -> None:
         self._settings, self._prepared, self._assemble = settings, prepared, assemble
-        self._dir, self._telemetry = run_dir, telemetry
+        self._dir, self._telemetry, self._injector = run_dir, telemetry, injector
         self._task = asyncio.current_task()
         self._host: Orchestrator | None = None
         self._error: BaseException | None = None
@@ -347,6 +348,7 @@ class _Life:
             self._task.cancel()
 
     def _last_words(self) -> None:
+        self._injector.close()  # in a cluster that stays, nobody would ever let them go on
         if self._interrupts.interrupted:
             self._telemetry.recorder.finish(Outcome.INTERRUPTED)
             return
