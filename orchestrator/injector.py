@@ -149,7 +149,7 @@ class Injector:
         self._go_on(list(self._stopped.values()))
 
     def _up(self, actor: str, pids: Sequence[int], node_ip: str) -> None:
-        if pids:
+        if pids and self._planned:
             self._actors[actor] = pids[0], self._find(pids, node_ip)
 
     def _reached(self, event: Event, place: str, step: int | None) -> None:
