@@ -30,6 +30,7 @@ from orchestrator.types import (
     PolicyVersion,
     Rollout,
     Swapped,
+    TrainerInfo,
     TrainStats,
     TransferBackend,
     TransferStats,
@@ -195,7 +196,7 @@ class RayTrainer:
     def name(self) -> str:
         return self._remote.name
 
-    async def start(self) -> None:
+    async def start(self) -> TrainerInfo:
         from .trainer import TrainerActor
 
         # Closing must get through while a send or a train step blocks.
@@ -204,6 +205,7 @@ class RayTrainer:
         await self._remote.launch(TrainerActor, (), arguments, groups, self._options, self._seat)
         self.started = await self._call("work", "start")
         await self._remote.count()
+        return TrainerInfo(self._remote.pids, self.started["node_ip"])
 
     async def listen(
         self, backend: TransferBackend, world_size: int, timeout_s: float

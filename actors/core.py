@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from orchestrator.errors import EngineDied, EngineError, MidflightError
 from orchestrator.types import EngineInfo
 
-from . import vllm_compat
+from . import hardware, vllm_compat
 from .engine_settings import EngineSettings
 from .nodes import ray_node
 from .processes import (
@@ -72,7 +72,7 @@ class Core:
         if settings.missing:
             raise EngineError(
                 self.name,
-                f"there is no model folder {settings.model} on its node ({_node_ip()}): every "
+                f"there is no model folder {settings.model} on its node ({hardware.node_ip()}): every "
                 "node of the cluster needs it at this path, on a shared file system or as a copy",
             )
         os.environ.update(
@@ -110,7 +110,7 @@ class Core:
             max_model_len=facts["max_model_len"],
             vocab_size=facts["vocab_size"],
             pids=tuple(p.pid for p in self._started),
-            node_ip=_node_ip(),
+            node_ip=hardware.node_ip(),
             packages=vllm_compat.packages(),
             hardware=vllm_compat.hardware(),
         )
@@ -204,9 +204,3 @@ class Core:
         self._reporter.error("engine core died", pid=pid)
         if self._llm is not None:
             vllm_compat.fail_requests(self._llm, EngineDied(self.name, cause))
-
-
-def _node_ip() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "127.0.0.1"

@@ -219,3 +219,10 @@ def _memory_gb() -> float:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     except (ValueError, OSError):
         return 0.0
+
+
+def node_ip() -> str:
+    """This machine's address as Ray knows it; the local one without Ray."""
+    import ray
+
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "127.0.0.1"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-from orchestrator.errors import EngineError, MidflightError
+from orchestrator.errors import EngineDied, EngineError, MidflightError
 from orchestrator.protocols import FirstTokens
 from orchestrator.types import (
     Completion,
@@ -19,6 +20,7 @@ from orchestrator.types import (
     PauseAck,
     PauseMode,
     PolicyVersion,
+    TokenSpan,
     WeightUpdate,
 )
 
@@ -187,16 +189,21 @@ class Requests:
         stream = await self._submit(rid, request.prompt.token_ids, params)
         if stream is None:
             return Completion(rid, self._core.name, (), (), (), FinishReason.ABORT)
-        async with self._closing(stream):
-            self._ledger.add(live)
-            self._streams[rid] = stream
-            try:
-                # No race with death: the core puts the error into every open stream.
-                final = await stream.listen(partial(self._wrote, live))
-                return self._completion(live, final.outputs[0])
-            finally:
-                self._streams.pop(rid, None)
-                self._ledger.remove(live)
+        try:
+            async with self._closing(stream):
+                self._ledger.add(live)
+                self._streams[rid] = stream
+                try:
+                    # No race with death: the core puts the error into every open stream.
+                    final = (await stream.listen(partial(self._wrote, live))).outputs[0]
+                    found = vllm_compat.spans(final.weight_versions, len(live.token_ids))
+                    reason = vllm_compat.finish_reason(final.finish_reason)
+                    return self._completion(live, found, reason)
+                finally:
+                    self._streams.pop(rid, None)
+                    self._ledger.remove(live)
+        except EngineDied as error:
+            raise self._cut(live, stream, error) from None
 
     def _wrote(self, live: Live, output: Any, version: PolicyVersion | None) -> None:
         part = output.outputs[0]
@@ -205,8 +212,18 @@ class Requests:
             chosen = vllm_compat.chosen_logprobs(ids, part.logprobs)
             self._ledger.wrote(live, ids, chosen, time.perf_counter(), version)
 
-    def _completion(self, live: Live, final: Any) -> Completion:
-        found = vllm_compat.spans(final.weight_versions, len(live.token_ids))
+    def _cut(self, live: Live, stream: vllm_compat.Stream, error: EngineDied) -> EngineDied:
+        """``error`` with what ``live`` had, as far as it is certain which versions wrote it."""
+        died = copy.copy(error)  # one error was given to all requests
+        if live.token_ids:
+            with suppress(Exception):  # the death is what has to be told
+                found = stream.spans(len(live.token_ids))
+                died.partial = self._completion(live, found, FinishReason.ABORT)
+        return died
+
+    def _completion(
+        self, live: Live, found: tuple[TokenSpan, ...], reason: FinishReason
+    ) -> Completion:
         tokenizer = self._core.tokenizer
         text = ""
         pieces: tuple[str, ...] = ()
@@ -223,7 +240,7 @@ class Requests:
             token_ids=tuple(live.token_ids),
             logprobs=tuple(live.logprobs),
             spans=found,
-            finish_reason=vllm_compat.finish_reason(final.finish_reason),
+            finish_reason=reason,
             text=text,
             span_texts=pieces,
             stalls=tuple(live.stalls),

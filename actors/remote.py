@@ -98,6 +98,11 @@ class RemoteActor:
         """Note what is the actor's, so that it can be removed when the actor cannot answer."""
         self._belongings = await self.call("watch", "belongings")
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Its processes, the actor's first, as last counted."""
+        return tuple(p.pid for p in self._belongings.processes)
+
     async def call(self, group: str, method: str, *args: Any) -> Any:
         """Call ``method`` in concurrency group ``group``; errors are ours."""
         handle = self._handle

@@ -117,7 +117,7 @@ class TrainerActor:
         self._sender: Sender | None = None
 
     async def start(self, ctx: OpContext) -> dict[str, Any]:
-        """Load the model; returns ``pid``, ``packages``, ``hardware``, ``parameters``, ..."""
+        """Load the model; returns ``pid``, ``node_ip``, ``packages``, ``hardware``, ..."""
         return await self._run(ctx, "work", self._start)
 
     async def listen(
@@ -262,6 +262,7 @@ class TrainerActor:
         )
         return {
             "pid": os.getpid(),
+            "node_ip": hardware.node_ip(),
             "parameters": parameters,
             "device": self._device,
             "packages": hardware.packages(),

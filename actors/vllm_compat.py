@@ -24,6 +24,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -187,6 +188,21 @@ class Stream:
     def _version(self) -> PolicyVersion | None:
         starts = self._state.weight_version_starts if self._state is not None else ()
         return parse_label(starts[-1][0]) if starts else None
+
+    def spans(self, tokens: int) -> tuple[TokenSpan, ...]:
+        """Which version wrote each of the first ``tokens`` tokens, all that came so far.
+
+        UnexpectedAnswer where vLLM's labels do not say.
+        """
+        starts = [] if self._state is None else list(self._state.weight_version_starts)
+        edges = [*(start for _, start in starts), tokens]
+        return spans(
+            [
+                SimpleNamespace(version=label, start=start, end=end)
+                for (label, start), end in zip(starts, edges[1:], strict=True)
+            ],
+            tokens,
+        )
 
     async def abort(self) -> None:
         """End the request in the engine; its last output still comes, with reason abort."""

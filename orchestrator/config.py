@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from orchestrator.errors import ConfigError
+from orchestrator.injection import GRAMMAR, Injection, parse_injection
 from orchestrator.options import (
     GenerationOptions,
     RecoveryOptions,
@@ -74,6 +76,27 @@ def _checks(value: object) -> object:
     return tuple(dict.fromkeys(value)) if isinstance(value, list | tuple) else value
 
 
+def _injections(value: object) -> object:
+    if value is None:
+        return ()
+    words = [value] if isinstance(value, str | Injection) else value
+    if not isinstance(words, list | tuple):
+        return value
+    found: list[Injection] = []
+    for word in words:
+        if isinstance(word, Injection):
+            found.append(word)
+            continue
+        for text in str(word).split(","):
+            if text.strip() in ("", "none"):
+                continue
+            try:
+                found.append(parse_injection(text))
+            except ConfigError as error:
+                raise PydanticCustomError("injection", "{reason}", {"reason": str(error)}) from None
+    return tuple(found)
+
+
 def _cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "midflight"
 
@@ -84,6 +107,12 @@ OptFloat = Annotated[float | None, BeforeValidator(_none)]
 OptStr = Annotated[str | None, BeforeValidator(_none)]
 OptPath = Annotated[Path | None, BeforeValidator(_path), BeforeValidator(_none)]
 Checks = Annotated[tuple[Check, ...], NoDecode, BeforeValidator(_checks)]
+Injections = Annotated[
+    tuple[InstanceOf[Injection], ...],
+    NoDecode,
+    BeforeValidator(_injections),
+    PlainSerializer(lambda found: [str(injection) for injection in found]),
+]
 
 _BUDGET = PhaseTimeouts()
 
@@ -121,6 +150,12 @@ class Settings(BaseSettings):
     )
     ray_address: OptStr = _opt(
         None, "attach to this Ray cluster instead of starting a local one", "run"
+    )
+    inject: Injections = Field(
+        (),
+        description="rehearse a fault, may be repeated: engine.N, engine.* or trainer; crash, hang "
+        f"or slow; as {GRAMMAR}",
+        json_schema_extra={"group": "run", "repeated": True},
     )
 
     model: str = _opt(
@@ -293,6 +328,9 @@ class Settings(BaseSettings):
                 "min_engines",
                 "engines",
             )
+        for injection in self.inject:
+            if problem := injection.problem(self.engines, self.steps):
+                raise conflict(problem, "inject", "engines", "steps")
         if self.max_model_len is not None:
             longest = max(self.max_tokens, self.pause_after_tokens + self.probe_tokens)
             if longest >= self.max_model_len:

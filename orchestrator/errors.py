@@ -23,6 +23,11 @@ Each message says what was wrong, with the values, and what to do.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orchestrator.types import Completion
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
@@ -83,6 +88,9 @@ class EngineError(MidflightError, RuntimeError):
 
 class EngineDied(EngineError):
     """The process of replica ``engine`` is gone."""
+
+    partial: Completion | None = None
+    """What the request that was cut had, where the engine's actor outlived its engine core."""
 
 
 class TrainerError(MidflightError, RuntimeError):

@@ -17,7 +17,9 @@ from orchestrator.types import (
     Rollout,
     State,
     SyncReport,
+    TrainerInfo,
     TrainStats,
+    WeightUpdate,
 )
 
 
@@ -48,6 +50,13 @@ class EngineStarted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerStarted(Event):
+    """The trainer is up, and said what it is."""
+
+    info: TrainerInfo
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutFinished(Event):
     """A request ended (rollout or probe). Sent before it is consumed."""
 
@@ -68,6 +77,13 @@ class TrainStepDone(Event):
 
     stats: TrainStats
     rollouts: tuple[Rollout, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchStarted(Event):
+    """The bytes of ``update`` are about to travel, before the pause."""
+
+    update: WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +117,22 @@ class ReplicaAdmitted(Event):
     version: PolicyVersion
     seconds: float
     """Since it was fenced, or since the one it replaces was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultInjected(Event):
+    """A fault that was asked for (``--inject``) has struck ``actor``.
+
+    ``place``: the state it was entering, or STAGING. ``seconds``: how long it stands still,
+    where that ends.
+    """
+
+    actor: str
+    kind: str
+    place: str
+    step: int
+    pids: tuple[int, ...] = ()
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

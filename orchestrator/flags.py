@@ -61,14 +61,14 @@ def _metavar(field: FieldInfo) -> str:
     if named:
         return ",".join(named) if get_origin(field.annotation) is tuple else "|".join(named)
     text = str(field.annotation)
-    kinds = (("Path", "PATH"), ("int", "N"), ("float", "X"))
+    kinds = (("Injection", "FAULT"), ("Path", "PATH"), ("int", "N"), ("float", "X"))
     return next((metavar for kind, metavar in kinds if kind in text), "NAME")
 
 
 def _help(field: FieldInfo) -> str:
     text = (field.description or "").replace("%", "%%")
     default = field.default
-    if default is None or field.default_factory or isinstance(default, bool):
+    if default in (None, ()) or field.default_factory or isinstance(default, bool):
         return text
     if isinstance(default, tuple):
         default = ",".join(default)
@@ -115,7 +115,11 @@ def make_parser() -> argparse.ArgumentParser:
             group.add_argument(flag_of(public), dest=public, action=either, help=_help(field))
         else:
             group.add_argument(
-                flag_of(public), dest=public, metavar=_metavar(field), help=_help(field)
+                flag_of(public),
+                dest=public,
+                action="append" if extra.get("repeated") else "store",
+                metavar=_metavar(field),
+                help=_help(field),
             )
     return parser
 

@@ -24,6 +24,7 @@ from orchestrator.types import (
     PolicyVersion,
     Rollout,
     Swapped,
+    TrainerInfo,
     TrainStats,
     TransferBackend,
     TransferStats,
@@ -64,7 +65,8 @@ class Engine(Protocol):
         """Run ``request`` to its end. Cancelling the call ends the request in the engine.
 
         While the replica is paused a new request is held back and starts on resume.
-        A request ended by :meth:`abort_requests` or pause mode ``abort`` returns what it has.
+        A request ended by :meth:`abort_requests` or pause mode ``abort`` returns what it has; one
+        cut by the engine's death may leave it in ``EngineDied.partial``.
         """
         ...
 
@@ -205,8 +207,8 @@ class Scorer(Protocol):
 class Trainer(WeightSender, Scorer, Protocol):
     """What :meth:`Orchestrator.run` needs: a sender that also trains."""
 
-    async def start(self) -> None:
-        """Bring the trainer up. Called once."""
+    async def start(self) -> TrainerInfo | None:
+        """Bring the trainer up. Called once. May say what it is (``TrainerStarted``)."""
         ...
 
     async def train(self, batch: Sequence[Rollout], step: int) -> TrainStats:

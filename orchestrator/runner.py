@@ -30,6 +30,8 @@ from orchestrator.errors import (
     MidflightError,
 )
 from orchestrator.events import Event, Observer, RunEnded
+from orchestrator.injection import STAGING
+from orchestrator.injector import Injector
 from orchestrator.protocols import Engine, EngineFactory, EngineMaker, WeightSender
 from orchestrator.run_folder import CHECKPOINTS, checkpoint_of
 from orchestrator.scheduler import Orchestrator
@@ -167,6 +169,18 @@ def write_config(settings: Settings, prepared: Prepared, run_dir: Path) -> None:
         ) from None
 
 
+def check_injections(settings: Settings, prepared: Prepared) -> None:
+    """ConfigError for one that cannot strike over the backend that was resolved."""
+    ahead = prepared.staged or prepared.backend is TransferBackend.IPC
+    for injection in settings.inject:
+        if injection.place == STAGING and not ahead:
+            way = route(prepared.backend, prepared.staged)
+            raise ConfigError(
+                f"--inject {injection}: over {way} no bytes travel before the pause. Use --backend "
+                "staged, or another state"
+            )
+
+
 def execute(
     settings: Settings,
     preflight: Callable[[Settings], Prepared],
@@ -184,6 +198,7 @@ def execute(
     if resume is not None:
         checkpoint, passed_over = checkpoint_of(resume, settings)
     prepared = preflight(settings)
+    check_injections(settings, prepared)
     if resume is None or checkpoint is None:
         run_id = new_run_id()
         run_dir = make_run_dir(settings, run_id)
@@ -231,6 +246,7 @@ async def run(
         if isinstance(event, RunEnded):
             ended.append(event)
 
+    injector = Injector(settings.inject, lambda event: telemetry.emit(event))
     telemetry = Telemetry(
         run_dir,
         run_id,
@@ -239,14 +255,17 @@ async def run(
         quiet=settings.quiet,
         verbose=settings.verbose,
         stdout=stdout,
-        observers=(*observers, note_end),
+        observers=(*observers, injector, note_end),
         resume=resume,
     )
     with operation(run_id=run_id):
         for reason in passed_over:
             telemetry.log.write("warning", "checkpoint passed over", reason=reason)
-        life = _Life(settings, prepared, assemble, run_dir, telemetry, resume)
+        life = _Life(settings, prepared, assemble, run_dir, telemetry, injector, resume)
         outcome, error, cancelled = await life.live()
+        injector.close()
+        for line in injector.never_struck():
+            telemetry.log.write("warning", line)
         code = _exit_code(outcome, error)
         if not ended:
             version = PolicyVersion(0)
@@ -272,11 +291,12 @@ class _Life:
         assemble: Assemble,
         run_dir: Path,
         telemetry: Telemetry,
+        injector: Injector,
         resume: RunCheckpoint | None,
     ) -> None:
         self._resume = resume
         self._settings, self._prepared, self._assemble = settings, prepared, assemble
-        self._dir, self._telemetry = run_dir, telemetry
+        self._dir, self._telemetry, self._injector = run_dir, telemetry, injector
         self._task = asyncio.current_task()
         self._host: Orchestrator | None = None
         self._error: BaseException | None = None
@@ -371,6 +391,7 @@ class _Life:
             self._task.cancel()
 
     def _last_words(self) -> None:
+        self._injector.close()  # in a cluster that stays, nobody would ever let them go on
         if self._interrupts.interrupted:
             self._telemetry.recorder.finish(Outcome.INTERRUPTED)
             return

@@ -48,6 +48,7 @@ from orchestrator.events import (
     RolloutFinished,
     RunEnded,
     StateChanged,
+    TrainerStarted,
     TrainStepDone,
 )
 from orchestrator.fleet import Fleet
@@ -339,7 +340,9 @@ class Orchestrator:
 
     async def _start_trainer(self) -> None:
         if isinstance(self._trainer, Trainer):
-            await self._trainer.start()
+            info = await self._trainer.start()
+            if info is not None:
+                self._emit(TrainerStarted(time.time(), self._op(), info))
         self._watch(self._watch_trainer(), "watch-trainer")
 
     def _watch(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:

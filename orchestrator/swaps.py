@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from orchestrator.context import operation
 from orchestrator.cycle import SwapCycle
 from orchestrator.errors import MidflightError, SyncError, TrainerDied, ValidationFailed
-from orchestrator.events import Event, SwapDone, SwapFailed
+from orchestrator.events import Event, PrefetchStarted, SwapDone, SwapFailed
 from orchestrator.fleet import Fleet
 from orchestrator.options import SwapOptions
 from orchestrator.probes import Probe, Probes, wrote_under
@@ -133,6 +133,8 @@ class Swaps:
             async with deadline(State.GENERATING, seconds, lambda: waiting):
                 await self._fleet.until_members()
                 waiting = "the bytes to be at the engines"
+                if update.at_hand:
+                    self._emit(PrefetchStarted(time.time(), self._op(), update))
                 prefetch_s = await self._cycle.prefetch(update)
                 if swap.scheduled and swap.probes is None:
                     tokens = self._options.pause_after_tokens

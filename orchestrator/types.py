@@ -336,6 +336,15 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerInfo:
+    """What a started trainer says about itself."""
+
+    pids: tuple[int, ...] = ()
+    """Its processes, the actor's first."""
+    node_ip: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A replica as it says it is, now."""
 

@@ -55,6 +55,27 @@ def _describe_event(event: ev.Event) -> tuple[str, str, dict[str, Any]]:
                     "console_level": "debug",
                 },
             )
+        case ev.TrainerStarted(info=trainer):
+            return (
+                "debug",
+                "trainer process started",
+                {"actor": "trainer", "pids": trainer.pids, "node_ip": trainer.node_ip},
+            )
+        case ev.PrefetchStarted(update=u):
+            return "debug", "prefetch started", {"step": u.step, "version": u.version}
+        case ev.FaultInjected():
+            return (
+                "warning",
+                f"injected {event.kind} into {event.actor} at {event.place} of step {event.step}",
+                {
+                    "kind": event.kind,
+                    "target": event.actor,
+                    "place": event.place,
+                    "step": event.step,
+                    "pids": event.pids,
+                    "seconds": event.seconds,
+                },
+            )
         case ev.RolloutFinished(rollout=r):
             return (
                 "debug",

@@ -29,10 +29,13 @@ class FakeActor(ABC):
         self.world = world
         self.death: str | None = None
         """Why the process is gone; None while it lives."""
+        self.pids: tuple[int, ...] = ()
+        """What it says its processes are."""
         self.channel: FakeChannel | None = None
         """The transfer group it is in."""
         self._name = name
         self._closed = False
+        self._core_only = False
         self._pending: dict[asyncio.Future[Any], bool] = {}
         self._death_watch: set[asyncio.Future[str]] = set()
 
@@ -51,9 +54,14 @@ class FakeActor(ABC):
         """Calls at this actor, in the order they began."""
         return self.world.calls(actor=self._name)
 
-    def kill(self, reason: str = "killed") -> None:
-        """The process is gone at this very moment (for tests). Idempotent."""
+    def kill(self, reason: str = "killed", *, core: bool = False) -> None:
+        """The process is gone at this very moment (for tests). Idempotent.
+
+        ``core``: of an engine, its core alone: its actor still says what requests had
+        (``EngineDied.partial``).
+        """
         if self.death is None:
+            self._core_only = core
             self._gone(reason)
 
     async def wait_dead(self) -> str:
@@ -188,8 +196,8 @@ class FakeActor(ABC):
                     await self._wait(gate.hold(), on_channel=on_channel)
                 case Fail(error):
                     raise error or self._error(f"injected fault in {call.method}")
-                case Die(reason):
-                    self.kill(reason)
+                case Die(reason, core):
+                    self.kill(reason, core=core)
                     self._alive()
 
     def _gone(self, reason: str) -> None:

@@ -25,6 +25,7 @@ from orchestrator.types import (
     Completion,
     EngineInfo,
     EngineStatus,
+    FinishReason,
     GenerationRequest,
     KVPolicy,
     PauseAck,
@@ -129,6 +130,7 @@ class FakeEngine(FakeActor):
                 dtype="uint8",
                 max_model_len=self._max_model_len,
                 vocab_size=policy.VOCAB,
+                pids=self.pids,
                 hardware="fake",
             )
 
@@ -146,6 +148,10 @@ class FakeEngine(FakeActor):
             live = self._decoder.submit(request)
             try:
                 reason = await self._wait(live.done)
+            except EngineDied as error:
+                if self._core_only and live.tokens:
+                    error.partial = live.completion(self.name, FinishReason.ABORT)
+                raise
             finally:
                 self._decoder.forget(live)
             return live.completion(self.name, reason)

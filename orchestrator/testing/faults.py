@@ -79,9 +79,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Die:
-    """The actor's process is gone."""
+    """The actor's process is gone; ``core``: an engine's core alone."""
 
     reason: str
+    core: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +182,13 @@ class Faults:
         call: int | None = 1,
         when: When | str = When.BEFORE,
         reason: str = "killed by a fault",
+        core: bool = False,
     ) -> None:
-        """The actor dies in ``method``: every call it has pending raises, ``wait_dead`` returns."""
-        self._add(actor, method, call, when, Die(reason))
+        """The actor dies in ``method``: every call it has pending raises, ``wait_dead`` returns.
+
+        ``core``: as in :meth:`FakeActor.kill`.
+        """
+        self._add(actor, method, call, when, Die(reason, core))
 
     def hook(
         self,

@@ -20,6 +20,7 @@ from orchestrator.types import (
     ChannelSpec,
     PolicyVersion,
     Rollout,
+    TrainerInfo,
     TrainStats,
     TransferBackend,
     TransferStats,
@@ -56,12 +57,13 @@ class FakeTrainer(FakeActor):
         self._sending = False
         self._port: int | None = None
 
-    async def start(self) -> None:
+    async def start(self) -> TrainerInfo:
         """At once."""
         async with self._call("start"):
             if self._started:
                 raise self._violate("start was called twice")
             self._started = True
+            return TrainerInfo(self.pids)
 
     async def train(self, batch: Sequence[Rollout], step: int) -> TrainStats:
         """Takes ``train_seconds``. A rollout's reward is its share of even tokens."""

@@ -30,8 +30,8 @@ class Ended:
     stderr: str
     folder: Path
     seconds: float
-    after_sabotage: float | None
-    """Seconds from the line ``sabotage`` to the end of the process."""
+    after_fault: float | None
+    """Seconds from the line of an injection or an interrupt to the end of the process."""
     left: tuple[str, ...]
     """Processes of it that were still there when it had ended."""
 
@@ -67,15 +67,15 @@ def command(
         text=True,
         start_new_session=True,
     )
-    sabotage: float | None = None
+    fault: float | None = None
     out: list[str] = []
     killer = _Killer(process, timeout)
     with process, killer:
         assert process.stdout is not None and process.stderr is not None
         for line in process.stdout:
             out.append(line)
-            if line.startswith("sabotage"):
-                sabotage = time.monotonic()
+            if " injected " in line or line.startswith("interrupt in "):
+                fault = time.monotonic()
         errors = process.stderr.read()
         code = process.wait()
     ended = time.monotonic()
@@ -88,7 +88,7 @@ def command(
         errors,
         folder,
         ended - began,
-        None if sabotage is None else ended - sabotage,
+        None if fault is None else ended - fault,
         left,
     )
 

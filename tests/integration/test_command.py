@@ -75,26 +75,28 @@ def test_a_flipped_bit_names_the_tensor_and_ends_the_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "kill",
+    "fault",
     [
-        "engine_core@GENERATING:2",
-        "engine_core@PAUSING",
-        "engine_core@SYNCING",
-        "engine_actor@SYNCING",
-        "trainer@SYNCING",
+        "engine.0.core:crash@GENERATING:step=2",
+        "engine.0.actor:crash@SYNCING",
+        "trainer:crash@SYNCING",
     ],
 )
-def test_a_killed_process_ends_the_run_within_ten_seconds(tmp_path: Path, kill: str) -> None:
-    ended = command("-m tests.integration.drive", ["--kill", kill, "--", *QUICK], tmp_path / "run")
+def test_a_killed_process_ends_the_run_within_ten_seconds(tmp_path: Path, fault: str) -> None:
+    ended = command(
+        "-m orchestrator",
+        ["--inject", fault, "--recovery-attempts", "0", *QUICK],
+        tmp_path / "run",
+    )
     assert ended.code == 1, ended.stderr
-    assert ended.after_sabotage is not None and ended.after_sabotage < 10
+    assert ended.after_fault is not None and ended.after_fault < 10
     assert ended.left == ()
     assert ended.summary["outcome"] == "failed"
-    who = "trainer" if kill.startswith("trainer") else "engine-0"
+    who = "trainer" if fault.startswith("trainer") else "engine-0"
     assert who in ended.summary["error"]
     assert "Traceback" not in ended.stderr
     # Nothing that was not committed wrote a token.
-    committed = 1 if "GENERATING" in kill else 0
+    committed = 1 if "GENERATING" in fault else 0
     assert {int(v) for v in ended.summary["tokens"]} <= set(range(committed + 1))
 
 
@@ -108,7 +110,7 @@ def test_an_interrupt_keeps_what_requests_have_and_leaves_nothing(
         ["--interrupt", "GENERATING:2", "--signal", name, "--", *QUICK],
         tmp_path / "run",
     )
-    assert ended.after_sabotage is not None and ended.after_sabotage < 10
+    assert ended.after_fault is not None and ended.after_fault < 10
     assert ended.left == ()
     assert ended.summary["outcome"] == "interrupted"
     rollouts = ended.lines("rollouts.jsonl")
@@ -125,7 +127,7 @@ def test_an_interrupt_while_ray_starts_leaves_nothing(tmp_path: Path) -> None:
         "-m tests.integration.drive", ["--interrupt", "RAY", "--", *QUICK], tmp_path / "run"
     )
     assert ended.code == 130, ended.stderr
-    assert ended.after_sabotage is not None and ended.after_sabotage < 10
+    assert ended.after_fault is not None and ended.after_fault < 10
     assert ended.left == ()
     assert ended.summary["outcome"] == "interrupted"
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -25,7 +25,15 @@ from orchestrator.errors import (
     MidflightError,
     TransferError,
 )
-from orchestrator.types import EngineInfo, KVPolicy, PauseMode, Prompt, TransferBackend
+from orchestrator.types import (
+    EngineInfo,
+    FinishReason,
+    KVPolicy,
+    PauseMode,
+    Prompt,
+    TokenSpan,
+    TransferBackend,
+)
 from tests.real_engine import HIDDEN_DEFAULTS, RealRig, engine_options, make_model, state
 from tests.swaps import LocalSender, Rig, check_completion
 
@@ -480,7 +488,9 @@ async def test_kill_of_the_engine_core_fails_everything_at_once(
     async with asyncio.timeout(DEADLINE_S):
         if not victim.rig.opened:
             await victim.rig.open()
-        running = [asyncio.create_task(victim.rig.generate(victim.rig.request(400)))]
+        request = victim.rig.request(400)
+        whole = await victim.rig.generate(replace(request, request_id="whole", max_tokens=200))
+        running = [asyncio.create_task(victim.rig.generate(request))]
         await victim.engine.wait_for_tokens(3)
         await victim.engine.pause(PauseMode.KEEP, KVPolicy.RECOMPUTE)
         update = victim.rig.next_update()
@@ -493,6 +503,16 @@ async def test_kill_of_the_engine_core_fails_everything_at_once(
         results = await asyncio.gather(*running, receiving, return_exceptions=True)
         assert time.monotonic() - began < 2
         assert {type(result) for result in results} == {EngineDied}
+        # The actor lives: what the request had is not lost, and each token has its version.
+        cut = cast(EngineDied, results[0]).partial
+        assert cut is not None and cast(EngineDied, results[1]).partial is None
+        tokens = len(cut.token_ids)
+        assert 3 <= tokens == len(cut.logprobs) < 200
+        assert cut.token_ids == whole.token_ids[:tokens]
+        assert cut.logprobs == pytest.approx(whole.logprobs[:tokens], abs=1e-4)
+        assert cut.spans == (TokenSpan(victim.rig.version, 0, tokens),)
+        assert (cut.request_id, cut.finish_reason) == (request.request_id, FinishReason.ABORT)
+        assert cut.text and whole.text.startswith(cut.text)
         with pytest.raises(EngineDied):
             await victim.engine.pause(PauseMode.KEEP, KVPolicy.KEEP)
         await victim.engine.aclose()
@@ -512,7 +532,7 @@ async def test_kill_of_the_actor_leaves_no_process(pair: tuple[Doomed, Doomed]) 
         assert "gone" in await victim.engine.wait_dead()
         with pytest.raises(EngineDied) as caught:
             await running
-        assert type(caught.value) is EngineDied
+        assert type(caught.value) is EngineDied and caught.value.partial is None
         assert time.monotonic() - began < 2
         # Nobody closed it yet: what the actor had started ends with it.
         assert await victim.all_gone()

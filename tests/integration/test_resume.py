@@ -23,10 +23,12 @@ def test_a_killed_run_goes_on_with_versions_and_rollouts_that_count_on(tmp_path:
     """Case 24. Killed in the third swap, so that the third step is made again."""
     folder = tmp_path / "run"
     killed = command(
-        "-m tests.integration.drive", ["--kill", "driver@PAUSING:3", "--", *RUN], folder
+        "-m tests.integration.drive",
+        ["--interrupt", "PAUSING:3", "--signal", "SIGKILL", "--", *RUN],
+        folder,
     )
     assert killed.code == -signal.SIGKILL, killed.stderr
-    assert killed.after_sabotage is not None
+    assert killed.after_fault is not None
     assert not (folder / "summary.json").exists()
     states = folder / "checkpoints"
     assert sorted(p.name for p in states.iterdir()) == ["state-000001", "state-000002"]

@@ -22,10 +22,11 @@ NAMES = """
     Checkpoints RunCheckpoint SourceState ChannelSpec CheckResult
     Completion EngineInfo EngineStatus FinishReason GenerationRequest KVPolicy OpContext
     Outcome PauseAck PauseMode PhaseSeconds PolicyVersion Prompt RequestKind Rollout Stall
-    StallStats State Strategy Swapped SyncReport TensorSpec TokenSpan TrainStats TransferBackend
-    TransferStats Verdict WeightUpdate Event Observer ActorLogged CheckpointWritten EngineStarted
-    ReplicaAdmitted ReplicaDied RolloutConsumed RolloutFinished RunEnded RunResumed StateChanged
-    SwapDone SwapFailed TrainStepDone
+    StallStats State Strategy Swapped SyncReport TensorSpec TokenSpan TrainerInfo TrainStats
+    TransferBackend TransferStats Verdict WeightUpdate Event Observer ActorLogged
+    CheckpointWritten EngineStarted FaultInjected PrefetchStarted ReplicaAdmitted ReplicaDied
+    RolloutConsumed RolloutFinished RunEnded RunResumed StateChanged SwapDone SwapFailed
+    TrainerStarted TrainStepDone
     MidflightError ChannelError Closed ConfigError EngineDied EngineError IllegalTransition
     PhaseTimeout StaleRollout SyncBusy SyncError TrainerDied TrainerError TransferError
     ValidationFailed
@@ -94,7 +95,7 @@ SIGNATURES = {
             RunCheckpoint
     """,
     "Trainer": """
-        async start() -> None
+        async start() -> TrainerInfo | None
         async train(batch: Sequence[Rollout], step: int) -> TrainStats
         async save_checkpoint(name: str) -> str
     """,
@@ -134,6 +135,7 @@ FIELDS = {
     "SyncReport": "update nbytes requests_in_flight seconds stall_s checks= validate_s= stalls=",
     "TensorSpec": "name dtype shape nbytes",
     "TokenSpan": "version start end",
+    "TrainerInfo": "pids= node_ip=",
     "TrainStats": "step loss reward grad_norm tokens seconds rewards=",
     "TransferStats": "nbytes seconds",
     "WeightUpdate": "sync_id from_version version step backend pause_mode kv_policy staged=",
@@ -141,6 +143,8 @@ FIELDS = {
     "ActorLogged": "at op actor level message fields=",
     "CheckpointWritten": "at op step version path seconds",
     "EngineStarted": "at op info",
+    "FaultInjected": "at op actor kind place step pids= seconds=",
+    "PrefetchStarted": "at op update",
     "ReplicaDied": "at op actor cause",
     "ReplicaAdmitted": "at op engine version seconds",
     "RecoveryOptions": "attempts= backoff_s= backoff_max_s= min_engines=",
@@ -151,6 +155,7 @@ FIELDS = {
     "StateChanged": "at op source target trigger reason= seconds=",
     "SwapDone": "at op report",
     "SwapFailed": "at op error fenced=",
+    "TrainerStarted": "at op info",
     "TrainStepDone": "at op stats rollouts=",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import pytest
 
@@ -290,6 +291,32 @@ async def test_death_reaches_every_pending_call(world: FakeWorld) -> None:
     await engine.aclose()
     await engine.aclose()
     assert await engine.wait_dead() == "out of memory"
+
+
+@pytest.mark.parametrize("core", [True, False])
+async def test_an_actor_that_outlives_its_core_says_what_requests_had(
+    world: FakeWorld, core: bool
+) -> None:
+    engine = await engine_of(world)
+    whole = await engine.generate(request("whole", max_tokens=30))
+    tasks = [generate(engine, request(max_tokens=30))]
+    await engine.wait_for_tokens(5)
+    await engine.pause(KEEP, RECOMPUTE)
+    tasks.append(generate(engine, request("held")))
+    await all_blocked()
+    engine.kill("SIGKILL", core=core)
+    cut, held = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(cut, EngineDied) and isinstance(held, EngineDied)
+    assert held.partial is None
+    if not core:
+        assert cut.partial is None
+        return
+    assert cut.partial is not None
+    assert cut.partial.token_ids == whole.token_ids[:5]
+    assert cut.partial.spans == (TokenSpan(engine.version, 0, 5),)
+    assert cut.partial.finish_reason is FinishReason.ABORT
+    copy = pickle.loads(pickle.dumps(cut))
+    assert (str(copy), copy.partial) == (str(cut), cut.partial)
 
 
 async def test_aclose_ends_what_is_pending(world: FakeWorld) -> None:

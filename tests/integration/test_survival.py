@@ -1,0 +1,75 @@
+"""A fleet of real engines whose processes are killed, one after the other, in every state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .command import Ended, command
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+
+CRASHES = (
+    "engine.0.core:crash@GENERATING:step=2",
+    "engine.1.core:crash@PAUSING:step=3",
+    "engine.0.actor:crash@SYNCING:step=4",
+    "engine.1.core:crash@RESUMING:step=5",
+    "engine.0.core:crash@VALIDATING:step=6",
+)
+
+
+def test_a_death_in_every_state_costs_no_step_and_no_rollout(tmp_path: Path) -> None:
+    injected = [part for crash in CRASHES for part in ("--inject", crash)]
+    ended = command(
+        "-m orchestrator",
+        ["--engines", "2", "--steps", "7", "--validate", "digest,canary", *injected],
+        tmp_path / "run",
+        timeout=800,
+    )
+    assert ended.code == 0, ended.stderr
+    assert ended.left == ()
+    struck = [e for e in ended.lines("events.jsonl") if e["event"].startswith("injected")]
+    assert len(struck) == len(CRASHES), [e["event"] for e in struck]
+    summary = ended.summary
+    assert [s["to_version"] for s in summary["swaps"]] == [1, 2, 3, 4, 5, 6, 7]
+    for swap in summary["swaps"]:
+        assert swap["checks"]["digest"]["verdict"] == "match"
+        assert swap["checks"]["canary"]["verdict"] == "match"
+    lost = [r["actor"] for r in summary["recoveries"] if r["event"] == "lost"]
+    assert len(lost) == len(CRASHES)
+    nothing_lost_nothing_twice(ended)
+    only_committed_versions_served(ended)
+
+
+def nothing_lost_nothing_twice(ended: Ended) -> None:
+    """Every group is whole, every id is there once, every token is in one span."""
+    rollouts = ended.lines("rollouts.jsonl")
+    assert len({r["id"] for r in rollouts}) == len(rollouts)
+    for rollout in rollouts:
+        ends = [0, *(s["end"] for s in rollout["spans"])]
+        assert [s["start"] for s in rollout["spans"]] == ends[:-1]
+        assert ends[-1] == len(rollout["token_ids"]) == len(rollout["logprobs"])
+    groups: dict[int, list[str]] = {}
+    for rollout in rollouts:
+        if rollout["kind"] == "rollout":
+            groups.setdefault(int(rollout["group"][1:]), []).append(rollout["id"])
+    trained = [r for r in rollouts if r["status"] == "trained"]
+    assert len(trained) == 7 * 32
+    assert sorted(groups) == list(range(len(groups))), "a prompt group is missing"
+    assert all(len(ids) == 4 for ids in groups.values())
+    # What was not at its end when the run was over ended with what it had.
+    assert all(r["finish_reason"] in ("length", "stop") for r in trained)
+
+
+def only_committed_versions_served(ended: Ended) -> None:
+    """A replacement served nothing before it was admitted, and no span is of a later version."""
+    events = ended.lines("events.jsonl")
+    admitted = {e["engine"]: e["version"] for e in events if " again" in e["event"]}
+    replacements = {r["engine"] for r in ended.lines("rollouts.jsonl") if ".r" in r["engine"]}
+    assert replacements and replacements <= set(admitted)
+    committed = {s["to_version"] for s in ended.summary["swaps"]} | {0}
+    for rollout in ended.lines("rollouts.jsonl"):
+        assert {s["version"] for s in rollout["spans"]} <= committed
+        if rollout["engine"] in replacements and len(rollout["spans"]) == 1:
+            assert rollout["spans"][0]["version"] >= admitted[rollout["engine"]]
