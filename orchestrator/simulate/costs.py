@@ -167,8 +167,10 @@ class _Measured:
 
     def _decode_step(self, method: Mapping[str, Any], where: str) -> float:
         """A step of as many requests; else resume to first token, which is one step and more."""
-        windows = self._found.get("throughput")
-        for window in windows if isinstance(windows, list) else []:
+        found = self._found.get("throughput")
+        windows = [w for w in found if isinstance(w, dict)] if isinstance(found, list) else []
+        windows.sort(key=lambda w: w.get("backend") != method.get("backend"))
+        for window in windows:
             speed = window.get("tokens_per_s", {}).get("without")
             if window.get("requests") == method.get("requests") and speed:
                 return float(window["requests"]) / float(speed)

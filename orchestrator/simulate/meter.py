@@ -2,17 +2,20 @@
 
 What runs inside a call of a simulated actor, in a timer that such a call has set, or in the
 observer that collects, is the simulation's. All else is the controller's: its code, asyncio's
-and the event loop's.
+and the event loop's. Garbage collections that start in the controller's time are counted apart:
+most of what they look through is the simulation's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import itertools
 import time
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from contextvars import Context
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple, cast
 
@@ -31,6 +34,9 @@ class Meter:
         """Whether the simulation runs right now."""
         self.longest: dict[str, float] = {}
         """Longest call of each method since :meth:`forget_calls`, virtual seconds."""
+        self.collection_s = 0.0
+        """CPU seconds of garbage collections that started in the controller's time."""
+        self._collecting = 0.0
         self._inside = 0.0
         self._entered = 0.0
         self._began = time.process_time()
@@ -55,7 +61,25 @@ class Meter:
         """CPU seconds of everything else since the meter was made."""
         now = time.process_time()
         inside = self._inside + (now - self._entered if self.active else 0.0)
-        return now - self._began - inside
+        return now - self._began - inside - self.collection_s
+
+    @contextmanager
+    def counting_collections(self) -> Iterator[None]:
+        """Count garbage collections inside the block apart."""
+
+        def collecting(phase: str, info: dict[str, int]) -> None:
+            if self.active:
+                return
+            if phase == "start":
+                self._collecting = time.process_time()
+            else:
+                self.collection_s += time.process_time() - self._collecting
+
+        gc.callbacks.append(collecting)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(collecting)
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` on the simulation's account."""

@@ -72,7 +72,8 @@ def show(result: SimulationResult) -> None:
         ("virtual seconds", f"{result.seconds:.1f}"),
         (
             "CPU seconds",
-            f"{result.controller_cpu_s:.2f} controller, {result.simulation_cpu_s:.2f} simulation",
+            f"{result.controller_cpu_s:.2f} controller, {result.simulation_cpu_s:.2f} simulation, "
+            f"{result.collection_cpu_s:.2f} garbage collection",
         ),
         ("trace", result.trace),
         ("ended", _ended(result)),

@@ -73,6 +73,8 @@ class SimulationResult:
     """Of the run."""
     controller_cpu_s: float
     simulation_cpu_s: float
+    collection_cpu_s: float
+    """Of garbage collections that started in the controller's time; in neither of the others."""
     trace: str
     """SHA-256 over all events and calls with their virtual times."""
     broken: tuple[str, ...] = field(default=())

@@ -67,7 +67,10 @@ def simulate(scenario: Scenario) -> SimulationResult:
     Deadlock (an AssertionError) when the controller waits for what can never happen.
     """
     meter = Meter()
-    with asyncio.Runner(loop_factory=lambda: MeteredLoop(meter, horizon=math.inf)) as runner:
+    with (
+        meter.counting_collections(),
+        asyncio.Runner(loop_factory=lambda: MeteredLoop(meter, horizon=math.inf)) as runner,
+    ):
         return runner.run(_simulated(scenario, meter))
 
 
@@ -156,6 +159,7 @@ async def _simulated(scenario: Scenario, meter: Meter) -> SimulationResult:
         seconds=asyncio.get_running_loop().time(),
         controller_cpu_s=meter.controller_s,
         simulation_cpu_s=meter.simulation_s,
+        collection_cpu_s=meter.collection_s,
         trace=collector.trace,
         broken=(*collector.broken, *world.violations),
     )
