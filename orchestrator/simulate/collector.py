@@ -69,6 +69,11 @@ class Collector:
         return len(self._asked)
 
     @property
+    def still_out(self) -> int:
+        """Engines that died or were fenced and have not served again."""
+        return sum(not name.startswith("trainer") for name in self._down)
+
+    @property
     def lost(self) -> list[str]:
         """Requests that were given to an engine and have no answer, in order."""
         return sorted(self._asked - self._answered)

@@ -89,7 +89,10 @@ def _fault_rows(result: SimulationResult) -> list[tuple[str, str]]:
         f"{kind} {result.faults_struck.get(kind, 0):,} of {planned:,}"
         for kind, planned in result.faults.items()
     )
-    recovered = f"{result.recovery_s.count:,}, p50 / p99 {_pair(result.recovery_s, 1.0)} s"
+    seconds = _pair(result.recovery_s, 1.0)
+    recovered = (
+        f"{result.recovery_s.count:,}, p50 / p99 {seconds} s, {result.still_out:,} still out"
+    )
     return [("faults met", ", ".join(kinds)), ("recoveries", recovered)]
 
 

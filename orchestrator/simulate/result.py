@@ -68,7 +68,9 @@ class SimulationResult:
     """That met somebody, by kind."""
     deaths: int
     recovery_s: Spread
-    """From a replica's death or fence to its readmission."""
+    """From a replica's death or fence until it, or what replaces it, serves again."""
+    still_out: int
+    """Replicas that did not serve again before the run ended."""
     seconds: float
     """Of the run."""
     controller_cpu_s: float

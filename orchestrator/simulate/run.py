@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from orchestrator import options
 from orchestrator.errors import ConfigError, MidflightError
 from orchestrator.options import GenerationOptions, SwapOptions, ValidationOptions
 from orchestrator.scheduler import Orchestrator
@@ -156,6 +157,7 @@ async def _simulated(scenario: Scenario, meter: Meter) -> SimulationResult:
         faults_struck=dict(Counter(str(f.kind) for f in injector.struck)),
         deaths=collector.deaths,
         recovery_s=Spread.of(collector.recovery),
+        still_out=collector.still_out,
         seconds=asyncio.get_running_loop().time(),
         controller_cpu_s=meter.controller_s,
         simulation_cpu_s=meter.simulation_s,
@@ -168,9 +170,8 @@ async def _simulated(scenario: Scenario, meter: Meter) -> SimulationResult:
 def _recovery(make_engine: Any, make_trainer: Any) -> dict[str, Any]:
     """What an Orchestrator that recovers takes; nothing for one that does not."""
     takes = inspect.signature(Orchestrator.__init__).parameters
-    options: dict[str, Any] = {"replace_engine": make_engine, "replace_trainer": make_trainer}
-    if "recovery" in takes:
-        import orchestrator.options
-
-        options["recovery"] = orchestrator.options.RecoveryOptions(min_engines=1)  # type: ignore[attr-defined]
-    return {name: value for name, value in options.items() if name in takes}
+    offered: dict[str, Any] = {"replace_engine": make_engine, "replace_trainer": make_trainer}
+    recovery = getattr(options, "RecoveryOptions", None)
+    if recovery is not None:
+        offered["recovery"] = recovery(min_engines=1)
+    return {name: value for name, value in offered.items() if name in takes}
