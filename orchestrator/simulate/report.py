@@ -21,14 +21,20 @@ _COLUMNS = (
 )
 
 
+def _short(value: float | None) -> str:
+    if value is None:
+        return "–"  # noqa: RUF001
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def _ms(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{1000 * seconds:.3g}"  # noqa: RUF001
+    return _short(None if seconds is None else 1000 * seconds)
 
 
 def _pair(spread: Spread, scale: float = 1000.0) -> str:
     if spread.p50 is None or spread.p99 is None:
-        return "–"  # noqa: RUF001
-    return f"{scale * spread.p50:.3g} / {scale * spread.p99:.3g}"
+        return _short(None)
+    return f"{_short(scale * spread.p50)} / {_short(scale * spread.p99)}"
 
 
 def _cells(result: SimulationResult) -> tuple[str, ...]:
