@@ -72,8 +72,8 @@ class Core:
         if settings.missing:
             raise EngineError(
                 self.name,
-                f"there is no model folder {settings.model} on its node ({hardware.node_ip()}): every "
-                "node of the cluster needs it at this path, on a shared file system or as a copy",
+                f"there is no model folder {settings.model} on its node ({hardware.node_ip()}): "
+                "every node of the cluster needs it at this path, on a shared file system or as a copy",
             )
         os.environ.update(
             vllm_compat.engine_environment(

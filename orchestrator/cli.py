@@ -34,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
+    if argv and argv[0] == "simulate":
+        from orchestrator.simulate.cli import main as simulate
+
+        return simulate(argv[1:])
     if "-h" in argv or "--help" in argv:
         make_parser().print_help()
         return EXIT_OK

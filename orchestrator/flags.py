@@ -31,7 +31,9 @@ _TITLES = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would exit."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. See --help")
 
@@ -78,14 +80,15 @@ def _help(field: FieldInfo) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line. Only flags that were given appear in its namespace, as text."""
-    parser = _Parser(
+    parser = Parser(
         prog="midflight",
         usage="python -m orchestrator [--steps N] [--config FILE | --resume RUN_DIR] [flags]",
         description="Train, and swap the weights inside running vLLM engines after each step; "
         "prove each swap.",
         epilog=f"Every flag is also a variable ({ENV_PREFIX}MAX_TOKENS=64) and a key of the YAML "
         "file (max_tokens: 64). Flags win over variables, variables over the file. Exit codes: "
-        "0 done, 1 failed, 2 cannot be run as asked, 130 interrupted.",
+        "0 done, 1 failed, 2 cannot be run as asked, 130 interrupted. "
+        "python -m orchestrator simulate --help: the controller without a data plane.",
         add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

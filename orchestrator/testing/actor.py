@@ -16,10 +16,12 @@ from orchestrator.errors import ChannelError, EngineDied, MidflightError, Traine
 from orchestrator.testing.channel import FakeChannel
 from orchestrator.testing.faults import Block, Delay, Die, Fail, Hook, When
 from orchestrator.testing.world import Call, FakeWorld
+from orchestrator.types import WeightUpdate
 
 T = TypeVar("T")
 
 _ON_CHANNEL = frozenset({"open_channel", "prefetch", "receive_update", "send"})
+_TELLS = frozenset({"prefetch", "receive_update", "swap"})
 
 
 class FakeActor(ABC):
@@ -178,7 +180,10 @@ class FakeActor(ABC):
         world = self.world
         nth = world.faults.count(self._name, method)
         call = Call(world.tick(), _now(), self._name, method, args, nth)
-        world.log.append(call)
+        if world.keep_log:
+            world.log.append(call)
+        if method in _TELLS and args and isinstance(args[0], WeightUpdate):
+            world.told.setdefault(args[0].sync_id, set()).add(self._name)
         return call
 
     def _end(self, call: Call) -> None:

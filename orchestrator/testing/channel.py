@@ -36,21 +36,21 @@ class FakeChannel:
         self._index: dict[str, int] = {}
         self._steps: dict[int, _Step] = {}
         self._broken: set[str] = set()
+        self._taken: dict[int, str] = {}
 
     @property
     def formed(self) -> bool:
         """Whether every rank is taken."""
-        return sum(map(len, self.members.values())) == self.spec.world_size
+        return len(self._taken) == self.spec.world_size
 
     def join(self, party: str, ranks: tuple[int, ...]) -> asyncio.Future[None]:
         """Take ``ranks``. The future ends when the group is whole, or fails at its timeout.
 
         Raises ChannelError at once when a rank is taken or outside the group.
         """
-        taken = {rank: name for name, theirs in self.members.items() for rank in theirs}
         for rank in ranks:
-            if rank in taken:
-                raise ChannelError(f"rank {rank} of {party} is already {taken[rank]}'s")
+            if rank in self._taken:
+                raise ChannelError(f"rank {rank} of {party} is already {self._taken[rank]}'s")
             if not 0 <= rank < self.spec.world_size:
                 raise ChannelError(
                     f"rank {rank} of {party} is outside a group of {self.spec.world_size}"
@@ -58,6 +58,7 @@ class FakeChannel:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self.members[party] = ranks
+        self._taken.update(dict.fromkeys(ranks, party))
         self._joining[party] = future
         timer = loop.call_later(self.spec.timeout_s, self._timed_out, party)
         future.add_done_callback(lambda _: timer.cancel())
@@ -101,7 +102,7 @@ class FakeChannel:
     def _timed_out(self, party: str) -> None:
         future = self._joining[party]
         if not future.done():
-            missing = self.spec.world_size - sum(map(len, self.members.values()))
+            missing = self.spec.world_size - len(self._taken)
             future.set_exception(
                 ChannelError(
                     f"{party} waited {self.spec.timeout_s:g} s, "

@@ -91,7 +91,7 @@ class Decoder:
             for live in self.live:
                 live.freezes.append(self.freeze)
         self._disarm()
-        _wake(self._drains, True)
+        wake(self._drains, True)
 
     def drain(self) -> asyncio.Future[bool]:
         """Hold new requests back; True when none runs or it was stopped, False when resumed."""
@@ -99,7 +99,7 @@ class Decoder:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._drains.append(future)
         if not self.live:
-            _wake(self._drains, True)
+            wake(self._drains, True)
         return future
 
     def resumed(self) -> asyncio.Future[bool]:
@@ -117,8 +117,8 @@ class Decoder:
         self.paused = self.holding = False
         self.waiting.extend(self.held)
         self.held.clear()
-        _wake(self._drains, False)
-        _wake(self._resumes, True)
+        wake(self._drains, False)
+        wake(self._resumes, True)
         self._admit()
 
     def end_all(self) -> int:
@@ -152,7 +152,7 @@ class Decoder:
             self.running.append(self.waiting.popleft())
         self._check_thresholds()
         if not self.live:
-            _wake(self._drains, True)
+            wake(self._drains, True)
         if self.running and not self.paused and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._token_seconds, self._step)
 
@@ -252,7 +252,8 @@ def _noise(live: Live) -> bytes:
     return f"{seed}/{len(live.tokens)}/{request.temperature}".encode()
 
 
-def _wake(futures: list[asyncio.Future[bool]], value: bool) -> None:
+def wake(futures: list[asyncio.Future[bool]], value: bool) -> None:
+    """End every future of the list with ``value`` and empty it."""
     for future in futures:
         if not future.done():
             future.set_result(value)

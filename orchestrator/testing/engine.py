@@ -47,6 +47,9 @@ class FakeEngine(FakeActor):
     ``token_seconds`` gives every running request a token; a pause drops the step under way.
     """
 
+    decoder_type: type[Decoder] = Decoder
+    """What writes its tokens."""
+
     def __init__(
         self,
         name: str,
@@ -70,7 +73,7 @@ class FakeEngine(FakeActor):
         self._start_seconds = start_seconds
         self._token_seconds = token_seconds
         self._max_model_len = max_model_len
-        self._decoder = Decoder(
+        self._decoder = self.decoder_type(
             policy.weights_key(self.weights),
             token_seconds=token_seconds,
             slots=slots,

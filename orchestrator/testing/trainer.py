@@ -213,12 +213,7 @@ class FakeTrainer(FakeActor):
 
     def _receivers_first(self, channel: FakeChannel, update: WeightUpdate) -> None:
         """A sender that enters a collective before its receivers were told may wait for ever."""
-        told = {
-            call.actor
-            for method in ("prefetch", "receive_update", "swap")
-            for call in self.world.calls(method)
-            if call.args and call.args[0] == update
-        }
+        told = self.world.told.get(update.sync_id, set())
         untold = [n for n in channel.members if n != self.name and n not in told]
         if untold:
             self.world.violations.append(

@@ -45,7 +45,11 @@ class FakeWorld:
     commit_seconds: float = 0.0001
     """Virtual seconds to apply one tensor that was prefetched."""
     log: list[Call] = field(default_factory=list)
-    """Every call, in the order they began."""
+    """Every call, in the order they began; none with ``keep_log`` off."""
+    keep_log: bool = True
+    """Off for long runs of many engines: no call stays in memory."""
+    told: dict[str, set[str]] = field(default_factory=dict)
+    """Receivers that were told of an update, by its sync id."""
     violations: list[str] = field(default_factory=list)
     """Every breach of a protocol by the code under test; a good test ends with none."""
     checkpoints: dict[str, dict[str, bytes]] = field(default_factory=dict)

@@ -68,6 +68,21 @@ result = {{"code": code, "modules": [m for m in sys.modules if "." not in m]}}
     assert not {*HEAVY, "structlog", "rich", "numpy"} & set(modules)
 
 
+def test_a_simulation_imports_nothing_heavy() -> None:
+    result = fresh(
+        """
+import sys
+from orchestrator.cli import main
+code = main(["simulate", "--engines", "2", "--steps", "1", "--max-tokens", "16"])
+result = {"code": code, "modules": [m for m in sys.modules if "." not in m]}
+"""
+    )
+    assert result["code"] == 0
+    modules = result["modules"]
+    assert isinstance(modules, list)
+    assert not {*HEAVY, "numpy"} & set(modules)
+
+
 def test_help_imports_few_modules() -> None:
     """What its half a second depends on, on any machine."""
     result = fresh(
