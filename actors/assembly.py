@@ -24,7 +24,7 @@ from actors import preflight as checks
 from actors.engine_settings import EngineSettings
 from orchestrator.config import Settings
 from orchestrator.errors import ConfigError, EngineError
-from orchestrator.protocols import Engine, EngineFactory, EngineMaker, Trainer
+from orchestrator.protocols import Engine, EngineFactory, EngineMaker, Trainer, TrainerMaker
 from orchestrator.tasks import uninterrupted
 from orchestrator.types import Prompt, TransferBackend
 
@@ -76,6 +76,7 @@ class Parts:
     trainer: Trainer
     engine_factory: EngineFactory
     replace_engine: EngineMaker
+    replace_trainer: TrainerMaker
     prompts: tuple[Prompt, ...]
     probes: tuple[Prompt, ...]
     hardware: str
@@ -329,8 +330,8 @@ def make_parts(
     async def fresh(checkpoint: str) -> Engine:
         return engine("fresh", checkpoint, swaps=False)
 
-    trainer = RayTrainer(
-        {
+    def trainer() -> RayTrainer:
+        arguments = {
             "trainer_path": str(checked.trainer_path),
             "engine_path": str(checked.engine_path),
             "run_dir": str(run_dir),
@@ -343,15 +344,15 @@ def make_parts(
             "threads": max(1, (os.cpu_count() or 2) // 2) if not checked.gpus else None,
             "host": "127.0.0.1" if settings.ray_address is None else "auto",
             "log_path": str(logs / "trainer.log"),
-        },
-        on_event=on_event,
-        seat=seating.trainer(),
-    )
+        }
+        return RayTrainer(arguments, on_event=on_event, seat=seating.trainer())
+
     names = [f"engine-{i}" for i in range(settings.engines)]
     return Parts(
         engines=tuple(engine(n, str(checked.engine_path)) for n in names),
-        trainer=trainer,
+        trainer=trainer(),
         engine_factory=fresh,
+        replace_trainer=trainer,
         replace_engine=lambda name: engine(name, str(checked.engine_path)),
         prompts=checked.prompts,
         probes=checked.prompts[:PROBES],

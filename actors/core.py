@@ -73,7 +73,7 @@ class Core:
             raise EngineError(
                 self.name,
                 f"there is no model folder {settings.model} on its node ({hardware.node_ip()}): "
-                "every node of the cluster needs it at this path, on a shared file system or as a copy",
+                "every node of the cluster needs it at this path, shared or as a copy",
             )
         os.environ.update(
             vllm_compat.engine_environment(

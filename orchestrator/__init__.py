@@ -55,6 +55,7 @@ from orchestrator.protocols import (
     Resumable,
     Scorer,
     Trainer,
+    TrainerMaker,
     WeightSender,
 )
 from orchestrator.types import (
@@ -130,6 +131,7 @@ __all__ = [
     "EngineFactory",
     "EngineMaker",
     "Trainer",
+    "TrainerMaker",
     "WeightSender",
     "Scorer",
     "Digests",

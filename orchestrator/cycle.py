@@ -122,7 +122,7 @@ class SwapCycle:
     ) -> None:
         self._machine = machine
         self._fleet = fleet
-        self._sender = sender
+        self.sender = sender
         self._validator = validator
         self._options = options
         self.on_admitted: Callable[[Replica], None] = lambda replica: None
@@ -143,14 +143,14 @@ class SwapCycle:
         try:
             async with deadline(STAGING, budget, self._fleet.waiting_for):
                 await self._fleet.ensure_channel(
-                    self._sender,
+                    self.sender,
                     update.backend,
                     self._options.timeouts.channel,
                     staged=update.staged,
                 )
                 if not update.at_hand:
                     return 0.0
-                await self._fleet.prefetch(update, self._sender)
+                await self._fleet.prefetch(update, self.sender)
         except Exception as error:
             if isinstance(error, PhaseTimeout):
                 self._fleet.lose_waiting(error.seconds)
@@ -277,24 +277,24 @@ class SwapCycle:
             raise
         finally:
             fleet.dismiss()
-            await uninterrupted(fleet.close_channel(self._sender))
+            await uninterrupted(fleet.close_channel(self.sender))
 
     async def _join(self, update: WeightUpdate) -> int:
         """Have a channel with the members, and the bytes there if they come first."""
         fleet = self._fleet
-        await fleet.close_channel(self._sender)
+        await fleet.close_channel(self.sender)
         spec = await fleet.open_channel(
-            self._sender, update.backend, self._options.timeouts.channel, staged=update.staged
+            self.sender, update.backend, self._options.timeouts.channel, staged=update.staged
         )
         if update.at_hand:
-            await fleet.prefetch(update, self._sender)
+            await fleet.prefetch(update, self.sender)
         return spec.nbytes
 
     async def _apply(self, update: WeightUpdate) -> list[TransferStats]:
         await self._fleet.start_update(update)
         if update.at_hand:
             return await self._fleet.receive_update(update)
-        return await self._fleet.transfer(update, self._sender)
+        return await self._fleet.transfer(update, self.sender)
 
     def _admit(self, replica: Replica) -> None:
         self._fleet.admit(replica)
@@ -338,7 +338,7 @@ class SwapCycle:
         try:
             with operation(state=State.PAUSING.value):
                 async with deadline(State.SYNCING, budget, self._fleet.waiting_for):
-                    done = await self._fleet.swap(update, timeouts, self._sender)
+                    done = await self._fleet.swap(update, timeouts, self.sender)
         except BaseException as error:
             self._came_to(update, error.phase if isinstance(error, SyncError) else State.SYNCING)
             raise

@@ -6,6 +6,7 @@ A sampled request cannot be replayed from its middle; a greedy one can.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from orchestrator.fleet import Fleet
@@ -32,11 +33,15 @@ class Probes:
         self._max_tokens = max_tokens
         self._fleet = fleet
         self._on_finished, self._on_ended = on_finished, on_ended
+        self._rounds: Counter[str] = Counter()
 
     def launch(self, prefix: str, prompts: Sequence[Prompt] | None = None) -> list[Probe]:
-        """One probe a prompt; their ids start with ``prefix``."""
+        """One probe a prompt; their ids start with ``prefix`` and are new, also when it is not."""
         chosen = self.prompts if prompts is None else prompts
-        return [self._launch(f"{prefix}{i}", prompt) for i, prompt in enumerate(chosen)]
+        self._rounds[prefix] += 1
+        nth = self._rounds[prefix]
+        again = f"~{nth}" if nth > 1 else ""
+        return [self._launch(f"{prefix}{i}{again}", prompt) for i, prompt in enumerate(chosen)]
 
     def _launch(self, request_id: str, prompt: Prompt) -> Probe:
         request = GenerationRequest(

@@ -243,5 +243,8 @@ class Resumable(Protocol):
 EngineFactory = Callable[[str], Awaitable[Engine]]
 """Makes an engine that is not yet started from a checkpoint path (the fresh check)."""
 
+TrainerMaker = Callable[[], Trainer]
+"""Makes a trainer that is not yet started: what one that died is replaced by."""
+
 EngineMaker = Callable[[str], Engine]
 """Makes an engine of this name that is not yet started: what a lost replica is replaced by."""

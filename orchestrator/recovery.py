@@ -93,6 +93,15 @@ class Recovery:
         """How often something that failed is tried again."""
         return self._options.attempts
 
+    def restaged(self, version: PolicyVersion, sent: Digests) -> None:
+        """A new trainer staged what should be ``version``: usable if who serves holds just that.
+
+        Training again need not give the same bits everywhere; then the next swap brings who waits.
+        """
+        others = [r for r in self._fleet.serving if r.proved == version and r.shown != sent]
+        self.staged = None if others else (version, sent)
+        self._fleet.change()
+
     def begin(self) -> None:
         """The fleet is up: from now on it heals."""
         self._fleet.heals = self.enabled

@@ -64,11 +64,14 @@ class RunKeeper:
         self.sent: Digests = {}
         """Digests of what the replicas were brought back to."""
         self._run_id, self._budget = run_id, budget_s
-        self._checkpoints, self._every, self._resume = checkpoints, every, resume
+        self._checkpoints, self._resume = checkpoints, resume
+        self.every = every
+        self.last = resume
+        """The newest checkpoint of the run."""
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after ``step``."""
-        return self._every > 0 and step % self._every == 0
+        return self.every > 0 and step % self.every == 0
 
     async def save(
         self, step: int, version: PolicyVersion, trainer: WeightSender, source: RolloutSource
@@ -83,6 +86,7 @@ class RunKeeper:
             written = await self._checkpoints.write(
                 RunCheckpoint(self._run_id, step, version, source.state()), trainer.save_state
             )
+        self.last = written
         op = replace(current_op(), version=version)
         return CheckpointWritten(time.time(), op, step, version, str(written.folder), now() - began)
 

@@ -32,7 +32,7 @@ from orchestrator.errors import (
 from orchestrator.events import Event, Observer, RunEnded
 from orchestrator.injection import STAGING
 from orchestrator.injector import Injector
-from orchestrator.protocols import Engine, EngineFactory, EngineMaker, WeightSender
+from orchestrator.protocols import Engine, EngineFactory, EngineMaker, TrainerMaker, WeightSender
 from orchestrator.run_folder import CHECKPOINTS, checkpoint_of
 from orchestrator.scheduler import Orchestrator
 from orchestrator.shutdown import (
@@ -96,6 +96,11 @@ class Parts(Protocol):
     @property
     def replace_engine(self) -> EngineMaker | None:
         """For replicas that are lost."""
+        ...
+
+    @property
+    def replace_trainer(self) -> TrainerMaker | None:
+        """For a trainer that died."""
         ...
 
     @property
@@ -350,6 +355,7 @@ class _Life:
                 engine_factory=parts.engine_factory,
                 recovery=s.recovery_options(),
                 replace_engine=parts.replace_engine,
+                replace_trainer=parts.replace_trainer,
                 observers=[telemetry.emit],
                 run_id=current_op().run_id,
                 checkpoints=Checkpoints(self._dir / CHECKPOINTS, telemetry.recorder),

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -36,7 +37,6 @@ from orchestrator.errors import (
     MidflightError,
     SyncBusy,
     TrainerDied,
-    TrainerError,
 )
 from orchestrator.events import (
     EngineStarted,
@@ -49,7 +49,6 @@ from orchestrator.events import (
     RunEnded,
     StateChanged,
     TrainerStarted,
-    TrainStepDone,
 )
 from orchestrator.fleet import Fleet
 from orchestrator.machine import Guard, SwapMachine, Transition, Trigger
@@ -66,6 +65,7 @@ from orchestrator.protocols import (
     EngineMaker,
     Scorer,
     Trainer,
+    TrainerMaker,
     WeightSender,
 )
 from orchestrator.recovery import Recovery
@@ -79,6 +79,7 @@ from orchestrator.tasks import (
     settle,
     uninterrupted,
 )
+from orchestrator.train_loop import TrainLoop
 from orchestrator.types import (
     EngineInfo,
     OpContext,
@@ -89,7 +90,6 @@ from orchestrator.types import (
     State,
     Strategy,
     SyncReport,
-    TrainStats,
     TransferBackend,
     WeightUpdate,
 )
@@ -140,6 +140,7 @@ class Orchestrator:
         engine_factory: EngineFactory | None = None,
         recovery: RecoveryOptions | None = None,
         replace_engine: EngineMaker | None = None,
+        replace_trainer: TrainerMaker | None = None,
         observers: Sequence[Observer] = (),
         run_id: str | None = None,
         checkpoints: Checkpoints | None = None,
@@ -244,6 +245,10 @@ class Orchestrator:
         self._left = False
         self._releasing: asyncio.Task[None] | None = None
         self._step = self._resumed_steps = resume.step if resume else 0
+        self._replace_trainer = replace_trainer
+        self._loop: TrainLoop | None = None
+        self._asked: Counter[int] = Counter()
+        """Swaps to a version that were begun: their ids must differ."""
 
     # What is going on
 
@@ -343,7 +348,7 @@ class Orchestrator:
             info = await self._trainer.start()
             if info is not None:
                 self._emit(TrainerStarted(time.time(), self._op(), info))
-        self._watch(self._watch_trainer(), "watch-trainer")
+        self._watch(self._watch_trainer(self._trainer), "watch-trainer")
 
     def _watch(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)
@@ -384,10 +389,12 @@ class Orchestrator:
         self._emit(ReplicaDied(time.time(), self._op(), engine.name, cause))
         raise EngineDied(engine.name, cause)
 
-    async def _watch_trainer(self) -> None:
-        cause = await self._trainer.wait_dead()
-        if not self._closing:
-            self._emit(ReplicaDied(time.time(), self._op(), "trainer", cause))
+    async def _watch_trainer(self, trainer: WeightSender) -> None:
+        cause = await trainer.wait_dead()
+        if self._closing or trainer is not self._trainer:
+            return
+        self._emit(ReplicaDied(time.time(), self._op(), "trainer", cause))
+        if self._loop is None or not self._loop.takes(cause):
             raise TrainerDied(f"trainer: {cause}")
 
     async def __aexit__(
@@ -502,37 +509,39 @@ class Orchestrator:
             )
         last = self._step - self._resumed_steps + steps
         self._resumed_steps = 0
-        while self._step < last:
-            self._step = step = self._step + 1
-            with operation(run_id=self.run_id, step=step, state=State.GENERATING.value):
-                await self._generate_and_train(trainer, step)
-                every = self._options.fresh_every
-                fresh = step == last or (every > 0 and step % every == 0)
-                await self._swap_once(step, fresh=fresh, wait=True)
-                if self._keeper.due(step):
-                    self._emit(
-                        await self._keeper.save(step, self.version, self._trainer, self._source)
-                    )
+        first, self._step = self._step + 1, max(self._step, last)
+        await self._loop_of(trainer).run(range(first, last + 1), self.run_id)
 
-    async def _generate_and_train(self, trainer: Trainer, step: int) -> None:
-        waiting = "rollouts"
-        seconds = self._swap.timeouts.generating
-        async with deadline(State.GENERATING, seconds, lambda: waiting):
-            batch = await self._source.take(self._generation.prompts_per_step)
-            waiting = "the trainer"
-            self._trained(await trainer.train(batch, step), batch)
-
-    def _trained(self, stats: TrainStats, batch: Sequence[Rollout]) -> None:
-        rewards = stats.rewards or (None,) * len(batch)
-        if len(rewards) != len(batch):
-            raise TrainerError(
-                f"{len(rewards)} rewards came back for a batch of {len(batch)}: return one "
-                "each, in the order of the batch, or none"
+    def _loop_of(self, trainer: Trainer) -> TrainLoop:
+        if self._loop is None:
+            self._loop = TrainLoop(
+                trainer,
+                self._replace_trainer,
+                self._source,
+                self._fleet,
+                self._recovery,
+                self._keeper,
+                self._generation,
+                self._options,
+                self._swap.timeouts,
+                swap=lambda step, fresh: self._swap_once(step, fresh=fresh, wait=True),
+                finish=self._finish_swap,
+                adopt=self._adopt,
+                emit=self._emit,
+                op=self._op,
             )
-        rewarded = tuple(
-            replace(rollout, reward=reward) for rollout, reward in zip(batch, rewards, strict=True)
-        )
-        self._emit(TrainStepDone(time.time(), self._op(), stats, rewarded))
+        return self._loop
+
+    def _adopt(self, trainer: Trainer) -> None:
+        """A new trainer: from now on everybody's."""
+        self._trainer = self._cycle.sender = self._swaps.trainer = trainer
+        if self._validator.scorer is not None:
+            self._validator.scorer = trainer
+        self._watch(self._watch_trainer(trainer), "watch-trainer")
+
+    async def _finish_swap(self, committed: SyncReport, fresh: bool) -> SyncReport:
+        async with self._sync_lock:
+            return await self._swaps.finish(committed, fresh=fresh and self._options.fresh)
 
     # One swap
 
@@ -571,8 +580,10 @@ class Orchestrator:
                     f"version {target} is not newer than {current}, which is published: versions "
                     "only go up"
                 )
+            self._asked[target] += 1
+            again = f"~{self._asked[target]}" if self._asked[target] > 1 else ""
             update = WeightUpdate(
-                sync_id=f"{self.run_id}-s{target}",
+                sync_id=f"{self.run_id}-s{target}{again}",
                 from_version=current,
                 version=target,
                 step=step or target,

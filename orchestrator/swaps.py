@@ -14,7 +14,13 @@ from dataclasses import dataclass, field, replace
 
 from orchestrator.context import operation
 from orchestrator.cycle import SwapCycle
-from orchestrator.errors import MidflightError, SyncError, TrainerDied, ValidationFailed
+from orchestrator.errors import (
+    EngineError,
+    MidflightError,
+    SyncError,
+    TrainerDied,
+    ValidationFailed,
+)
 from orchestrator.events import Event, PrefetchStarted, SwapDone, SwapFailed
 from orchestrator.fleet import Fleet
 from orchestrator.options import SwapOptions
@@ -68,7 +74,8 @@ class Swaps:
         emit: Callable[[Event], None],
         op: Callable[[], OpContext],
     ) -> None:
-        self._trainer, self._fleet, self._cycle = trainer, fleet, cycle
+        self.trainer = trainer
+        self._fleet, self._cycle = fleet, cycle
         self._validator, self._recovery = validator, recovery
         self._probes, self._source, self._options = probes, source, options
         self._emit, self._op = emit, op
@@ -82,6 +89,9 @@ class Swaps:
         """
         swap = _Swap(update, scheduled, fresh)
         await self._stage(swap)
+        return await self._tried(swap)
+
+    async def _tried(self, swap: _Swap) -> SyncReport:
         try:
             tries = 1 + self._recovery.tries
             async for attempt in self._recovery.retrying(self._may_help, tries):
@@ -98,6 +108,13 @@ class Swaps:
         self._emit(SwapDone(time.time(), self._op(), report))
         return report
 
+    async def finish(self, committed: SyncReport, *, fresh: bool) -> SyncReport:
+        """Prove a swap that was committed, then left by its trainer."""
+        staged = self._recovery.staged
+        sent = staged[1] if staged is not None else {}
+        swap = _Swap(committed.update, False, fresh, sent, report=committed)
+        return await self._tried(swap)
+
     def _may_help(self, error: BaseException) -> bool:
         """A dead trainer has nothing to send; anything else is not about the swap."""
         if not isinstance(error, SyncError | ValidationFailed) or not self._fleet.heals:
@@ -108,7 +125,7 @@ class Swaps:
         waiting = "staging"
         self._recovery.staged = None
         async with deadline(State.GENERATING, self._options.timeouts.generating, lambda: waiting):
-            swap.sent = await self._trainer.stage(swap.update.version)
+            swap.sent = await self.trainer.stage(swap.update.version)
         self._recovery.staged = (swap.update.version, swap.sent)
 
     async def _try(self, swap: _Swap) -> SyncReport:
@@ -155,11 +172,14 @@ class Swaps:
 
     async def _prove(self, swap: _Swap) -> SyncReport:
         """It is committed: resync who was fenced for it, then run the checks that did not pass."""
-        assert swap.report is not None and swap.first is not None
-        await self._recovery.heal()
+        assert swap.report is not None
         fleet, update = self._fleet, _of_this_try(swap)
+        seconds = self._options.timeouts.generating
+        async with deadline(State.GENERATING, seconds, lambda: "a replica that can serve"):
+            await fleet.until_members()
+        await self._recovery.heal()
         if not fleet.serving:
-            raise swap.first
+            raise swap.first or EngineError(fleet.names, "no replica serves")
         async with deadline(State.VALIDATING, self._options.timeouts.validating):
             checks = [self._validator.proved(swap.sent, swap.report.nbytes)]
             checks.append(await self._validator.canary())
@@ -195,7 +215,7 @@ class Swaps:
         if not wrote_under(ended, update.version):
             prompts = self._probes.prompts or self._source.prompts
             ended = [await p for p in self._probes.launch(f"{update.sync_id}-f", prompts)]
-        trainer = self._trainer
+        trainer = self.trainer
         if not isinstance(trainer, Trainer):
             raise MidflightError("the fresh check needs a trainer that saves checkpoints")
         checkpoint = await trainer.save_checkpoint(f"v{update.version}")

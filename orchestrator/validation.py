@@ -146,7 +146,7 @@ class Validator:
     ) -> None:
         self.options = options
         self._fleet = fleet
-        self._scorer = scorer
+        self.scorer = scorer
         self._factory = factory
         self._canary = [p.token_ids for p in canary_prompts if len(p.token_ids) > 1]
         self._control: float | None = None
@@ -166,8 +166,8 @@ class Validator:
             self._control = await self._difference(initial=True)
 
     async def _difference(self, *, initial: bool = False) -> float:
-        assert self._scorer is not None
-        scorer = self._scorer
+        assert self.scorer is not None
+        scorer = self.scorer
 
         async def reference() -> dict[str, Logprobs]:
             return {"trainer": await scorer.reference_logprobs(self._canary, initial=initial)}

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from orchestrator import (
+    Checkpoints,
+    Engine,
+    EngineFactory,
     Event,
     GenerationOptions,
     Orchestrator,
@@ -87,7 +90,8 @@ class Rig:
     """One controller over one world."""
 
     world: FakeWorld
-    trainer: FakeTrainer
+    trainers: list[FakeTrainer]
+    """The last one is the one that trains."""
     engines: list[WatchedEngine]
     events: list[Event] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
@@ -101,6 +105,11 @@ class Rig:
     """Engine, and from when to when it was fenced, of those that were admitted again."""
     recovery: RecoveryOptions = NO_RECOVERY
     orchestrator: Orchestrator = field(init=False)
+
+    @property
+    def trainer(self) -> FakeTrainer:
+        """Who trains now."""
+        return self.trainers[-1]
 
     def of(self, kind: type[E]) -> list[E]:
         """Events of one kind, in order."""
@@ -167,7 +176,8 @@ class Rig:
                 if c.seq < call.seq and not self._whole_between(call.actor, c.seq, call.seq)
             ]
             assert mixed == [], f"{call} after {mixed[-1]} without a whole update"
-        assert self.trainer.death is not None, "the trainer was not released"
+        for trainer in self.trainers:
+            assert trainer.death is not None, f"{trainer.name} was not released"
         for engine in self.engines:
             assert engine.death is not None, f"{engine.name} was not released"
             assert (engine.live_requests, engine.held_requests) == (0, 0)
@@ -188,6 +198,8 @@ def make_rig(
     prompts: Sequence[Prompt] = PROMPTS,
     train_seconds: float = 0.1,
     recovery: RecoveryOptions = NO_RECOVERY,
+    checkpoints: Checkpoints | None = None,
+    checkpoint_every: int = 0,
     replacing: bool = False,
     observers: Sequence[Callable[[Event], None]] = (),
     **engine_options: Any,
@@ -196,7 +208,7 @@ def make_rig(
     world = world or FakeWorld()
     trainer = FakeTrainer(world, train_seconds=train_seconds)
     replicas = [WatchedEngine(f"engine-{i}", world, **engine_options) for i in range(engines)]
-    rig = Rig(world, trainer, replicas, recovery=recovery)
+    rig = Rig(world, [trainer], replicas, recovery=recovery)
 
     def watched(replica: WatchedEngine) -> WatchedEngine:
         replica.published, replica.broken = lambda: rig.orchestrator.version, rig.broken
@@ -206,6 +218,11 @@ def make_rig(
     def another(name: str) -> WatchedEngine:
         rig.engines.append(watched(WatchedEngine(name, world, **engine_options)))
         return rig.engines[-1]
+
+    def another_trainer() -> FakeTrainer:
+        name = f"trainer.{len(rig.trainers)}"
+        rig.trainers.append(FakeTrainer(world, name=name, train_seconds=train_seconds))
+        return rig.trainers[-1]
 
     for replica in replicas:
         watched(replica)
@@ -217,13 +234,23 @@ def make_rig(
         swap=swap,
         generation=generation,
         validation=validation,
-        engine_factory=fake_engine_factory(trainer),
+        engine_factory=_factory_of_last(rig),
         observers=[rig.observe, *observers],
         run_id="run",
         recovery=recovery,
         replace_engine=another if replacing else None,
+        replace_trainer=another_trainer if replacing else None,
+        checkpoints=checkpoints,
+        checkpoint_every=checkpoint_every,
     )
     return rig
+
+
+def _factory_of_last(rig: Rig) -> EngineFactory:
+    async def make(checkpoint: str) -> Engine:
+        return await fake_engine_factory(rig.trainer)(checkpoint)
+
+    return make
 
 
 async def drive(rig: Rig, steps: int = 1) -> BaseException | None:

@@ -1,4 +1,4 @@
-"""A fleet of real engines whose processes are killed, one after the other, in every state."""
+"""Real engines and a real trainer whose processes are killed one after the other."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ CRASHES = (
     "engine.0.actor:crash@SYNCING:step=4",
     "engine.1.core:crash@RESUMING:step=5",
     "engine.0.core:crash@VALIDATING:step=6",
+    "trainer:crash@SYNCING:step=7",
 )
 
 
@@ -23,7 +24,11 @@ def test_a_death_in_every_state_costs_no_step_and_no_rollout(tmp_path: Path) -> 
     injected = [part for crash in CRASHES for part in ("--inject", crash)]
     ended = command(
         "-m orchestrator",
-        ["--engines", "2", "--steps", "7", "--validate", "digest,canary", *injected],
+        [
+            *("--engines", "2", "--steps", "7", "--validate", "digest,canary"),
+            *("--checkpoint-every", "1"),
+            *injected,
+        ],
         tmp_path / "run",
         timeout=800,
     )

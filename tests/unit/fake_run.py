@@ -21,7 +21,7 @@ from typing import Any
 from orchestrator import runner
 from orchestrator.config import Settings
 from orchestrator.events import Event, Observer, StateChanged
-from orchestrator.protocols import EngineFactory, EngineMaker
+from orchestrator.protocols import EngineFactory, EngineMaker, TrainerMaker
 from orchestrator.runner import OnActorEvent
 from orchestrator.testing import FakeEngine, FakeTrainer, FakeWorld, fake_engine_factory
 from orchestrator.types import Prompt, TransferBackend
@@ -43,6 +43,7 @@ class FakeParts:
     trainer: FakeTrainer
     engine_factory: EngineFactory
     replace_engine: EngineMaker | None = None
+    replace_trainer: TrainerMaker | None = None
     prompts: list[Prompt] = field(default_factory=lambda: list(PROMPTS))
     probes: list[Prompt] = field(default_factory=lambda: list(PROMPTS))
     hardware: str = "fake"

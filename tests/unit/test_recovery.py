@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from orchestrator import (
+    Checkpoints,
     EngineDied,
     EngineError,
+    MidflightError,
     PauseMode,
     RecoveryOptions,
     ReplicaAdmitted,
@@ -20,6 +23,7 @@ from orchestrator import (
     StateChanged,
     SwapDone,
     SwapFailed,
+    TrainStepDone,
     TransferBackend,
     ValidationFailed,
     Verdict,
@@ -191,6 +195,59 @@ async def test_every_pause_mode_survives_a_death_in_syncing() -> None:
         assert await drive(rig, 3) is None, mode
         rig.assert_invariants()
         rollouts_once(rig)
+
+
+@pytest.mark.parametrize("state", PHASES)
+async def test_the_last_one_dies_while_the_other_is_still_being_replaced(state: State) -> None:
+    rig = a_rig(2, start_seconds=20.0, validation=DIGEST)
+    rig.world.faults.die("engine-1", "generate", call=12)
+    kill_on(rig, state, "engine-0", nth=3)
+    assert await drive(rig, 4) is None
+    rig.assert_invariants()
+    rollouts_once(rig)
+    assert [e.report.update.version for e in rig.of(SwapDone)] == [1, 2, 3, 4]
+    assert "engine-1.r1" in {e.engine for e in rig.of(ReplicaAdmitted)}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [("train", 3), ("stage", 3), ("send", 3), ("reference_logprobs", 4), ("save_state", 2)],
+)
+async def test_a_trainer_that_dies_is_replaced_and_its_steps_made_again(
+    tmp_path: Path, method: str, call: int, every: int
+) -> None:
+    calm = a_rig(2)
+    assert await drive(calm, 4) is None
+    rig = a_rig(2, checkpoints=Checkpoints(tmp_path), checkpoint_every=every)
+    rig.world.faults.die("trainer", method, call=call)
+    assert await drive(rig, 4) is None
+    rig.assert_invariants()
+    rollouts_once(rig)
+    assert [e.report.update.version for e in rig.of(SwapDone)] == [1, 2, 3, 4]
+    assert [e.actor for e in rig.of(ReplicaDied)] == ["trainer"]
+    assert [e.stats.step for e in rig.of(TrainStepDone)] == [1, 2, 3, 4]
+    trained = [r.request.request_id for e in rig.of(TrainStepDone) for r in e.rollouts]
+    assert len(trained) == len(set(trained))
+    assert len(rig.trainers) == 2
+
+
+async def test_a_trainer_without_checkpoints_ends_the_run() -> None:
+    rig = a_rig(2)
+    rig.world.faults.die("trainer", "send", call=2)
+    error = await drive(rig, 3)
+    assert isinstance(error, MidflightError) and "trainer" in str(error)
+    rig.assert_invariants()
+
+
+async def test_trainers_that_keep_dying_end_the_run(tmp_path: Path) -> None:
+    rig = a_rig(1, checkpoints=Checkpoints(tmp_path), checkpoint_every=1)
+    for name in ("trainer", *(f"trainer.{n}" for n in range(1, 9))):
+        rig.world.faults.die(name, "send", call=None)
+    error = await drive(rig, 3)
+    assert isinstance(error, MidflightError) and "trainer" in str(error)
+    rig.assert_invariants()
+    assert len(rig.trainers) == 1 + TRIES.attempts
 
 
 async def test_sync_of_an_embedder_survives_too() -> None:
