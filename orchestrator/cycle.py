@@ -389,7 +389,12 @@ class SwapCycle:
     ) -> None:
         async with self._phase():
             began = _now()
-            self._require(await self._validator.digest(update, sent, nbytes), update, p)
+            # What moved in SYNCING's time is read in no more: who hangs here must not hold all the
+            # time that a fresh engine may take.
+            budget = min(self._options.timeouts.syncing, self._options.timeouts.validating)
+            async with deadline(State.SYNCING, budget, self._fleet.waiting_for):
+                result = await self._validator.digest(update, sent, nbytes)
+            self._require(result, update, p)
             for replica in self._fleet.here:
                 if replica.fenced and replica.proved == update.version:
                     self._admit(replica)

@@ -32,12 +32,14 @@ class Router(Roster):
         done: Completion | None = None
         part = request
         while True:
-            if not self.serving and (self.heals or self._ending or done is not None):
-                if self._ending or not self.heals:
-                    return _ended(request, done)
-                await self.changed()
-                continue
-            replica = self._route()
+            replica = self._least_loaded()
+            if replica is None:
+                if self.heals and not self._ending:
+                    await self.changed()
+                    continue
+                if done is None and not self._ending:
+                    self._must_serve()
+                return _ended(request, done)
             answer = await self._answer(replica, part)
             if answer is None:
                 if self._ending:
@@ -90,8 +92,9 @@ class Router(Roster):
             raise EngineError(self.names, "no replica serves; all are fenced")
         return serving
 
-    def _route(self) -> Replica:
-        return min(self._must_serve(), key=lambda r: len(r.live))
+    def _least_loaded(self) -> Replica | None:
+        serving = (r for r in self._replicas if not r.fenced)
+        return min(serving, key=lambda r: len(r.live), default=None)
 
     async def wait_for_tokens(self, threshold: int, among: Collection[str] | None = None) -> None:
         """Wait until a live request has ``threshold`` tokens.

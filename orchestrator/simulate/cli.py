@@ -59,6 +59,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-staleness", metavar="N", help="versions a rollout may lag (default no limit)"
     )
+    parser.add_argument(
+        "--recovery-attempts",
+        default=default.recovery_attempts,
+        metavar="N",
+        help="tries before giving up, as in a run (default 3)",
+    )
     parser.add_argument("--train-seconds", metavar="X", help="of one optimizer step (default 1)")
     parser.add_argument(
         "--sweep", metavar="N,N,...", help="one run for each number of engines; prints Markdown"
@@ -85,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
         max_staleness=None
         if given.max_staleness is None
         else _number("--max-staleness", given.max_staleness, int),
+        recovery_attempts=_number("--recovery-attempts", given.recovery_attempts, int),
     )
     sweep = given.sweep.split(",") if given.sweep else []
     sizes = [_number("--sweep", text, int) for text in sweep]

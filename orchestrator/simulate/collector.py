@@ -9,6 +9,7 @@ from collections.abc import Callable
 from orchestrator.events import (
     EngineStarted,
     Event,
+    ReplicaAdmitted,
     ReplicaDied,
     RolloutConsumed,
     RolloutFinished,
@@ -127,11 +128,11 @@ class Collector:
             case RunEnded(outcome=outcome):
                 self._ended = True
                 self._write("ended", outcome, version)
+            case ReplicaAdmitted(engine=engine):
+                self._write("admitted", engine)
+                self._is_up(engine)
             case _:
-                engine = getattr(event, "engine", "")
-                self._write(type(event).__name__, engine)
-                if type(event).__name__ == "ReplicaAdmitted":
-                    self._is_up(engine)
+                self._write(type(event).__name__)
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class Collector:
         self._hash.update(line.encode() + b"\n")
 
     def _moved(self, move: StateChanged) -> None:
-        if move.trigger == "pause":
+        if move.trigger in ("pause", "retry"):
             self._pausing = _now(), self._meter.controller_s
             self._meter.forget_calls()
         elif self._pausing is None:

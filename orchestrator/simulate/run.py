@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from orchestrator import options
 from orchestrator.errors import ConfigError, MidflightError
-from orchestrator.options import GenerationOptions, SwapOptions, ValidationOptions
+from orchestrator.options import GenerationOptions, RecoveryOptions, SwapOptions, ValidationOptions
 from orchestrator.scheduler import Orchestrator
 from orchestrator.simulate.collector import Collector
 from orchestrator.simulate.costs import CostModel
@@ -40,6 +38,7 @@ class Scenario:
     max_tokens: int = 256
     """New tokens a rollout."""
     max_staleness: int | None = None
+    recovery_attempts: int = 3
 
     def __post_init__(self) -> None:
         for name in ("engines", "steps", "requests", "max_tokens"):
@@ -47,6 +46,8 @@ class Scenario:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}: 1 or more")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise ConfigError(f"--max-staleness is {self.max_staleness}: 0 or more")
+        if self.recovery_attempts < 0:
+            raise ConfigError(f"--recovery-attempts is {self.recovery_attempts}: 0 or more")
 
     def describe(self) -> dict[str, Any]:
         """As plain data."""
@@ -58,6 +59,7 @@ class Scenario:
             "requests": self.requests,
             "max_tokens": self.max_tokens,
             "max_staleness": self.max_staleness,
+            "recovery_attempts": self.recovery_attempts,
             "costs": {k: v for k, v in asdict(self.costs).items() if k != "failures"},
         }
 
@@ -125,7 +127,9 @@ async def _simulated(scenario: Scenario, meter: Meter) -> SimulationResult:
         validation=ValidationOptions(digest=True, canary=False, fresh=False),
         observers=[collector.observe],
         run_id=_RUN_ID,
-        **_recovery(lambda name: meter.run(make_engine, name), lambda: meter.run(make_trainer)),
+        recovery=RecoveryOptions(attempts=scenario.recovery_attempts),
+        replace_engine=lambda name: meter.run(make_engine, name),
+        replace_trainer=lambda: meter.run(make_trainer),
     )
     error: str | None = None
     try:
@@ -165,13 +169,3 @@ async def _simulated(scenario: Scenario, meter: Meter) -> SimulationResult:
         trace=collector.trace,
         broken=(*collector.broken, *world.violations),
     )
-
-
-def _recovery(make_engine: Any, make_trainer: Any) -> dict[str, Any]:
-    """What an Orchestrator that recovers takes; nothing for one that does not."""
-    takes = inspect.signature(Orchestrator.__init__).parameters
-    offered: dict[str, Any] = {"replace_engine": make_engine, "replace_trainer": make_trainer}
-    recovery = getattr(options, "RecoveryOptions", None)
-    if recovery is not None:
-        offered["recovery"] = recovery(min_engines=1)
-    return {name: value for name, value in offered.items() if name in takes}
