@@ -47,6 +47,7 @@ class Weights:
         self._why_dirty = ""
         self._before: tuple[_State, str] = ("clean", "")
         self._epoch = 0
+        self._session = ""
         self._channel: Channel | None = None
         self._spec: ChannelSpec | None = None
         self._first_rank = -1
@@ -148,6 +149,7 @@ class Weights:
         self._core.running()
         self.must_have(update)
         self._before = (self._state, self._why_dirty)
+        self._session = update.sync_id
         self._state = "receiving"
         self._epoch += 1
 
@@ -184,6 +186,7 @@ class Weights:
     async def finish(self, update: WeightUpdate) -> None:
         """Tokens written from now on carry ``update.version``."""
         llm = self._core.running()
+        self._of_this_session(update)
         if self._state != "received":
             self._receiving(update)  # says what is wrong, unless nothing was received
             raise TransferError(f"engine {self._core.name} has not received {update.sync_id}")
@@ -223,8 +226,17 @@ class Weights:
                 raise TransferError(f"{what} failed at rank {rank}: {answers[rank]['error']}")
         return answers
 
+    def _of_this_session(self, update: WeightUpdate) -> None:
+        """A call that comes late, of a try that was given up, must not end the one of today."""
+        if self._session and update.sync_id != self._session:
+            raise TransferError(
+                f"engine {self._core.name} is in update {self._session}, not {update.sync_id}: "
+                "start it anew"
+            )
+
     def _receiving(self, update: WeightUpdate) -> ChannelSpec:
         self._open()
+        self._of_this_session(update)
         assert self._spec is not None
         if self._state != "receiving":
             raise TransferError(

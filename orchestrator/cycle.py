@@ -73,6 +73,9 @@ from orchestrator.validation import Validator, explain
 
 FreshCheck = Callable[[], Awaitable[CheckResult]]
 
+EVICT_S = 10.0
+"""Seconds in which a fenced replica that lives ends its requests."""
+
 STAGING = "STAGING"
 """What an error calls the time in which bytes come before the pause; the state is GENERATING."""
 
@@ -430,7 +433,7 @@ class SwapCycle:
                 self._distrust(update, error)
             fleet.fence_dirty()
             await fleet.resume_clean(seconds)
-            await fleet.evict_fenced(seconds)
+            await fleet.evict_fenced(min(seconds, EVICT_S))
         done = bool(fleet.serving) if fleet.heals else not fleet.fenced
         if done and self._machine.state is State.RECOVERING:
             serves = f"every replica serves version {fleet.version}"

@@ -21,6 +21,7 @@ from orchestrator.events import (
     PrefetchStarted,
     ReplicaDied,
     StateChanged,
+    SwapDone,
     TrainerStarted,
 )
 from orchestrator.injection import STAGING, FaultKind, Injection
@@ -117,6 +118,9 @@ class Injector:
                 self._reached(event, State.GENERATING, self._step)
             case StateChanged(target=target):
                 self._reached(event, target, event.op.step)
+            case SwapDone(report=report):
+                # Also of a swap that recovery ended: GENERATING was entered before it was done.
+                self._step = max(self._step, report.update.step + 1)
             case _:
                 pass
 

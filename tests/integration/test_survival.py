@@ -13,11 +13,14 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 CRASHES = (
     "engine.0.core:crash@GENERATING:step=2",
     "engine.1.core:crash@PAUSING:step=3",
-    "engine.0.actor:crash@SYNCING:step=4",
-    "engine.1.core:crash@RESUMING:step=5",
-    "engine.0.core:crash@VALIDATING:step=6",
+    # By now it is chance which replacement is up first: whoever serves.
+    "engine.*.actor:crash@SYNCING:step=4",
+    "engine.*.core:crash@RESUMING:step=5",
+    "engine.*.core:crash@VALIDATING:step=6",
     "trainer:crash@SYNCING:step=7",
 )
+
+STATES = ("GENERATING", "PAUSING", "SYNCING", "RESUMING", "VALIDATING")
 
 
 def test_a_death_in_every_state_costs_no_step_and_no_rollout(tmp_path: Path) -> None:
@@ -35,14 +38,15 @@ def test_a_death_in_every_state_costs_no_step_and_no_rollout(tmp_path: Path) -> 
     assert ended.code == 0, ended.stderr
     assert ended.left == ()
     struck = [e for e in ended.lines("events.jsonl") if e["event"].startswith("injected")]
-    assert len(struck) == len(CRASHES), [e["event"] for e in struck]
+    assert {e["place"] for e in struck} == {*STATES}, [e["event"] for e in struck]
+    assert sum(e["target"] == "trainer" for e in struck) == 1
     summary = ended.summary
     assert [s["to_version"] for s in summary["swaps"]] == [1, 2, 3, 4, 5, 6, 7]
     for swap in summary["swaps"]:
         assert swap["checks"]["digest"]["verdict"] == "match"
         assert swap["checks"]["canary"]["verdict"] == "match"
     lost = [r["actor"] for r in summary["recoveries"] if r["event"] == "lost"]
-    assert len(lost) == len(CRASHES)
+    assert sorted(lost) == sorted(e["target"] for e in struck)
     nothing_lost_nothing_twice(ended)
     only_committed_versions_served(ended)
 
