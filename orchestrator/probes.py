@@ -6,7 +6,6 @@ A sampled request cannot be replayed from its middle; a greedy one can.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from orchestrator.fleet import Fleet
@@ -14,6 +13,9 @@ from orchestrator.tasks import settle
 from orchestrator.types import GenerationRequest, PolicyVersion, Prompt, RequestKind, Rollout
 
 Probe = asyncio.Task[Rollout]
+
+REMEMBERED = 64
+"""Prefixes whose names must not come again; a run uses two a step."""
 
 
 class Probes:
@@ -33,13 +35,14 @@ class Probes:
         self._max_tokens = max_tokens
         self._fleet = fleet
         self._on_finished, self._on_ended = on_finished, on_ended
-        self._rounds: Counter[str] = Counter()
+        self._rounds: dict[str, int] = {}
 
     def launch(self, prefix: str, prompts: Sequence[Prompt] | None = None) -> list[Probe]:
         """One probe a prompt; their ids start with ``prefix`` and are new, also when it is not."""
         chosen = self.prompts if prompts is None else prompts
-        self._rounds[prefix] += 1
-        nth = self._rounds[prefix]
+        nth = self._rounds[prefix] = self._rounds.pop(prefix, 0) + 1
+        while len(self._rounds) > REMEMBERED:
+            del self._rounds[next(iter(self._rounds))]
         again = f"~{nth}" if nth > 1 else ""
         return [self._launch(f"{prefix}{i}{again}", prompt) for i, prompt in enumerate(chosen)]
 

@@ -161,6 +161,8 @@ class Recovery:
                 place.given_up = True
                 place.reason = place.reason or error
         self._fleet.forget(replica)
+        if replica.name != place.name:
+            self._places.pop(replica.name, None)
         self._is_there_hope()
 
     async def _start_another(self, place: _Place, replica: Replica) -> None:

@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -247,8 +246,8 @@ class Orchestrator:
         self._step = self._resumed_steps = resume.step if resume else 0
         self._replace_trainer = replace_trainer
         self._loop: TrainLoop | None = None
-        self._asked: Counter[int] = Counter()
-        """Swaps to a version that were begun: their ids must differ."""
+        self._asked = 0, 0
+        """The last version that was to be published, and how often: ids must differ."""
 
     # What is going on
 
@@ -352,6 +351,7 @@ class Orchestrator:
 
     def _watch(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)
+        self._watchers = [w for w in self._watchers if not w.done()]
         self._watchers.append(task)
         task.add_done_callback(self._background_ended)
 
@@ -580,8 +580,9 @@ class Orchestrator:
                     f"version {target} is not newer than {current}, which is published: versions "
                     "only go up"
                 )
-            self._asked[target] += 1
-            again = f"~{self._asked[target]}" if self._asked[target] > 1 else ""
+            nth = self._asked[1] + 1 if self._asked[0] == target else 1
+            self._asked = target, nth
+            again = f"~{nth}" if nth > 1 else ""
             update = WeightUpdate(
                 sync_id=f"{self.run_id}-s{target}{again}",
                 from_version=current,

@@ -298,7 +298,7 @@ def check_the_end(rig: Rig, result: BaseException | None) -> None:
     assert now() <= longest * (1 + rig.recovery.attempts)
 
 
-@settings(PROFILE, max_examples=400)
+@settings(PROFILE, max_examples=800)
 @given(scenarios())
 def test_a_run_under_any_faults_ends_clean_and_says_how(scenario: Scenario) -> None:
     async def main() -> None:
@@ -350,7 +350,7 @@ callers = st.builds(
 )
 
 
-@settings(PROFILE, max_examples=300)
+@settings(PROFILE, max_examples=400)
 @given(
     scenarios(),
     st.lists(callers, max_size=4),
@@ -481,7 +481,7 @@ def survivable(draw: st.DrawFn) -> Scenario:
     )
 
 
-@settings(PROFILE, max_examples=600)
+@settings(PROFILE, max_examples=800)
 @given(survivable())
 def test_a_run_survives_what_leaves_a_way_on_and_loses_nothing(scenario: Scenario) -> None:
     async def main() -> None:
