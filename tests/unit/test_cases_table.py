@@ -11,6 +11,8 @@ TESTS = Path(__file__).parents[1]
 def test_every_test_that_the_table_of_cases_names_exists() -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", (TESTS / "CASES.md").read_text())
     assert len(named) > 50
+    rows = re.findall(r"^\| (\d+) \|", (TESTS / "CASES.md").read_text(), re.MULTILINE)
+    assert [int(number) for number in rows] == list(range(1, 38))
     missing = [
         f"{file}::{test}"
         for file, test in named
