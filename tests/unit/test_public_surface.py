@@ -18,8 +18,8 @@ import orchestrator
 
 NAMES = """
     Orchestrator SwapOptions GenerationOptions RecoveryOptions ValidationOptions PhaseTimeouts
-    Engine EngineFactory EngineMaker Trainer WeightSender Scorer Digests FirstTokens Resumable
-    Checkpoints RunCheckpoint SourceState ChannelSpec CheckResult
+    Engine EngineFactory EngineMaker Trainer TrainerMaker WeightSender Scorer Digests FirstTokens
+    Resumable Checkpoints RunCheckpoint SourceState ChannelSpec CheckResult
     Completion EngineInfo EngineStatus FinishReason GenerationRequest KVPolicy OpContext
     Outcome PauseAck PauseMode PhaseSeconds PolicyVersion Prompt RequestKind Rollout Stall
     StallStats State Strategy Swapped SyncReport TensorSpec TokenSpan TrainerInfo TrainStats
@@ -38,8 +38,8 @@ SIGNATURES = {
             probes: Sequence[Prompt] = (), swap: SwapOptions | None = None, generation:
             GenerationOptions | None = None, validation: ValidationOptions | None = None,
             engine_factory: EngineFactory | None = None, recovery: RecoveryOptions | None = None,
-            replace_engine: EngineMaker | None = None, observers: Sequence[Observer] = (),
-            run_id: str | None = None, checkpoints: Checkpoints | None = None,
+            replace_engine: EngineMaker | None = None, replace_trainer: TrainerMaker | None = None,
+            observers: Sequence[Observer] = (), run_id: str | None = None, checkpoints: Checkpoints | None = None,
             checkpoint_every: int = 0, resume: RunCheckpoint | None = None) -> None
         state: State
         version: PolicyVersion

@@ -48,7 +48,7 @@ def make(
     """A rig whose run writes checkpoints below ``folder``, or goes on from one."""
     trainer = FakeTrainer(world)
     replicas = [WatchedEngine(f"engine-{i}", world) for i in range(engines)]
-    rig = Rig(world, trainer, replicas)
+    rig = Rig(world, [trainer], replicas)
     for replica in replicas:
         replica.published, replica.broken = lambda: rig.orchestrator.version, rig.broken
     rig.orchestrator = Orchestrator(
