@@ -39,7 +39,8 @@ SIGNATURES = {
             GenerationOptions | None = None, validation: ValidationOptions | None = None,
             engine_factory: EngineFactory | None = None, recovery: RecoveryOptions | None = None,
             replace_engine: EngineMaker | None = None, replace_trainer: TrainerMaker | None = None,
-            observers: Sequence[Observer] = (), run_id: str | None = None, checkpoints: Checkpoints | None = None,
+            observers: Sequence[Observer] = (), run_id: str | None = None,
+            checkpoints: Checkpoints | None = None,
             checkpoint_every: int = 0, resume: RunCheckpoint | None = None) -> None
         state: State
         version: PolicyVersion
