@@ -48,7 +48,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from orchestrator.context import current_op, operation
-from orchestrator.errors import PhaseTimeout, SyncError, ValidationFailed
+from orchestrator.errors import EngineError, PhaseTimeout, SyncError, ValidationFailed
 from orchestrator.fleet import Fleet
 from orchestrator.machine import PHASES, TERMINAL, Guard, SwapMachine, Trigger
 from orchestrator.options import SwapOptions
@@ -181,11 +181,9 @@ class SwapCycle:
         progress = _Progress([], [], prefetch=prefetch_s)
         try:
             members = self._fleet.members
-            for n, group in enumerate(self._groups(members)):
-                if n:
-                    self._machine.fire(Trigger.NEXT, Guard.ALL_RESUMED)
-                if self._rolling:
-                    self._fleet.muster(group)
+            if self._rolling:
+                await self._roll(members, update, sent, nbytes, progress)
+            else:
                 await self._swap_group(update, progress)
             self._machine.fire(Trigger.VALIDATE, Guard.ALL_RESUMED)
             self._fleet.muster(members)
@@ -204,6 +202,7 @@ class SwapCycle:
             raise
         finally:
             self.committing = False
+            self._fleet.judged(self._fleet.members)
             self._fleet.dismiss()
         self._machine.fire(Trigger.VERIFY, Guard.VERDICT)
         return self._report(update, progress)
@@ -212,10 +211,36 @@ class SwapCycle:
     def _rolling(self) -> bool:
         return self._options.strategy is Strategy.ROLLING
 
+    async def _roll(
+        self,
+        members: Sequence[Replica],
+        update: WeightUpdate,
+        sent: Digests,
+        nbytes: int,
+        p: _Progress,
+    ) -> None:
+        """Group after group; each is proved before the next one is paused."""
+        begun = False
+        for group in self._groups(members):
+            here = [r for r in group if r.lost is None]
+            if not here:
+                continue
+            if begun:
+                self._machine.fire(Trigger.NEXT, Guard.ALL_RESUMED)
+            begun = True
+            self._fleet.muster(here)
+            await self._swap_group(update, p)
+            async with self._phase():
+                result = await self._validator.digest(update, sent, nbytes)
+            if result.verdict is Verdict.MISMATCH:
+                self._require(result, update, p)
+            self._admit_proved(update)
+            self._fleet.judged(here)
+        if not begun:
+            raise EngineError(self._fleet.names, "no replica is left to swap")
+
     def _groups(self, members: Sequence[Replica]) -> list[list[Replica]]:
         """Who is swapped together. Who does not serve anyway goes first and takes no place."""
-        if not self._rolling:
-            return [list(members)]
         serving = [r for r in members if not r.fenced]
         size = self._options.max_unavailable
         groups = [serving[i : i + size] for i in range(0, len(serving), size)]
@@ -242,7 +267,7 @@ class SwapCycle:
         """
         fleet, budgets = self._fleet, self._options.timeouts
         update = WeightUpdate(
-            sync_id=f"{current_op().run_id}-r{number}",
+            sync_id=f"{current_op().run_id}-h{number}",
             from_version=fleet.version,
             version=fleet.version,
             step=fleet.version,
@@ -298,6 +323,11 @@ class SwapCycle:
         if update.at_hand:
             return await self._fleet.receive_update(update)
         return await self._fleet.transfer(update, self.sender)
+
+    def _admit_proved(self, update: WeightUpdate) -> None:
+        for replica in self._fleet.here:
+            if replica.fenced and replica.proved == update.version:
+                self._admit(replica)
 
     def _admit(self, replica: Replica) -> None:
         self._fleet.admit(replica)
@@ -396,11 +426,13 @@ class SwapCycle:
             # time that a fresh engine may take.
             budget = min(self._options.timeouts.syncing, self._options.timeouts.validating)
             async with deadline(State.SYNCING, budget, self._fleet.waiting_for):
-                result = await self._validator.digest(update, sent, nbytes)
+                if self._rolling:
+                    result = self._validator.proved(sent, nbytes)
+                else:
+                    result = await self._validator.digest(update, sent, nbytes)
             self._require(result, update, p)
-            for replica in self._fleet.here:
-                if replica.fenced and replica.proved == update.version:
-                    self._admit(replica)
+            self._admit_proved(update)
+            self._fleet.judged(self._fleet.members)
             self._require(await self._validator.canary(), update, p)
             skipped = CheckResult("fresh", Verdict.SKIPPED)
             self._require(await fresh() if fresh is not None else skipped, update, p)
@@ -429,6 +461,9 @@ class SwapCycle:
             if isinstance(error, PhaseTimeout) and phase is not State.PAUSING:
                 fleet.lose_waiting(error.seconds)
             committed = fleet.version == update.version
+            if committed:
+                # Rolling: whose turn had not come has the version before.
+                fleet.fence(r for r in fleet.serving if r.applied != update.version)
             if (phase is State.VALIDATING or (committed and fleet.heals)) and not cancelled:
                 self._distrust(update, error)
             fleet.fence_dirty()

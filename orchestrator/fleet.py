@@ -57,16 +57,27 @@ class Fleet(Router):
         operation: str,
         call: Callable[[Replica], Coroutine[Any, Any, T]],
         replicas: Sequence[Replica] | None = None,
+        *,
+        collective: bool = False,
     ) -> list[T]:
+        """``collective``: everybody waits for everybody, the sender too."""
         chosen = self.members if replicas is None else list(replicas)
-        waiting = self._waiting = {f"{operation} of {r.name}": r for r in chosen}
+        waiting: dict[str, Replica | None] = {f"{operation} of {r.name}": r for r in chosen}
+        if collective:
+            waiting[f"{operation} of the trainer"] = None
+        self._waiting = waiting
 
         async def one(replica: Replica) -> T:
             result = await call(replica)
             del waiting[f"{operation} of {replica.name}"]
             return result
 
-        return await all_or_first_error([one(r) for r in chosen])
+        try:
+            return await all_or_first_error([one(r) for r in chosen])
+        except Exception:
+            # A deadline comes as a cancel; anything else must not leave names for a later one.
+            self._waiting = {}
+            raise
 
     async def _each(
         self,
@@ -127,19 +138,24 @@ class Fleet(Router):
             raise EngineError(self.names, "no replica is left to open a channel with")
         workers = [r.info.workers for r in members if r.info is not None]
         rank = dict(zip([r.name for r in members], first_ranks(workers), strict=True))
+        self._waiting = {"listen of the trainer": None}
         try:
             spec = await sender.listen(backend, 1 + sum(workers), timeout_s)
             spec = replace(spec, staged=staged)
 
             async def engines() -> None:
                 await self._fan_out(
-                    "open_channel", lambda r: r.engine.open_channel(spec, rank[r.name]), members
+                    "open_channel",
+                    lambda r: r.engine.open_channel(spec, rank[r.name]),
+                    members,
+                    collective=True,
                 )
 
             await all_or_first_error([engines(), sender.open_channel(spec)])
         except BaseException:
             await uninterrupted(self.close_channel(sender))
             raise
+        self._waiting = {}
         self._channel = frozenset(rank)
         return spec
 
@@ -152,6 +168,7 @@ class Fleet(Router):
         staged: bool = False,
     ) -> None:
         """Open the channel again if a failed transfer closed it, or others are to be in it."""
+        self._waiting = {}
         if self._channel == frozenset(r.name for r in self.members):
             return
         if self._channel is not None:
@@ -308,7 +325,9 @@ class Fleet(Router):
             )
         for replica in members:
             replica.dirty = False
+            replica.awaiting = version
         self.version = version
+        self.change()
 
     async def swap(
         self, update: WeightUpdate, timeouts: PhaseTimeouts, sender: WeightSender
@@ -391,6 +410,8 @@ class Fleet(Router):
 
     async def digests(self, update: WeightUpdate) -> dict[str, Digests]:
         """Digest of what each member received, by replica name."""
+        if not self.here:
+            raise EngineError(self.names, "no replica is left that could show its digests")
         return await self._each("digests", lambda r: r.engine.digests(update), self.here)
 
     async def prompt_logprobs(

@@ -22,14 +22,15 @@ Tasks and what they wait for:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from orchestrator.cycle import SwapCycle
-from orchestrator.errors import EngineDied, MidflightError
+from orchestrator.errors import ConfigError, EngineDied, MidflightError, TrainerError
 from orchestrator.fleet import CLOSE_S, Fleet
 from orchestrator.machine import Guard, SwapMachine, Trigger
 from orchestrator.options import RecoveryOptions
@@ -80,8 +81,10 @@ class Recovery:
         self._starting: set[Engine] = set()
         self._resyncs = 0
         self._closing = False
-        self.staged: tuple[PolicyVersion, Digests] | None = None
-        """What the sender would send, and its digests; None while that changes."""
+        self._staged: tuple[PolicyVersion, Digests] | None = None
+        self.committed: tuple[PolicyVersion, Digests] | None = None
+        """The committed version and the digests of what was sent for it; None: as started."""
+        fleet.patience = options.attempts
 
     @property
     def enabled(self) -> bool:
@@ -89,18 +92,26 @@ class Recovery:
         return self._options.attempts > 0
 
     @property
+    def staged(self) -> tuple[PolicyVersion, Digests] | None:
+        """What the sender would send, and its digests; None while that changes."""
+        return self._staged
+
+    @staged.setter
+    def staged(self, now: tuple[PolicyVersion, Digests] | None) -> None:
+        self._staged = now
+        self._fleet.change()
+
+    @property
     def tries(self) -> int:
         """How often something that failed is tried again."""
         return self._options.attempts
 
     def restaged(self, version: PolicyVersion, sent: Digests) -> None:
-        """A new trainer staged what should be ``version``: usable if who serves holds just that.
+        """A new trainer staged what should be ``version``: usable if it is what was committed.
 
         Training again need not give the same bits everywhere; then the next swap brings who waits.
         """
-        others = [r for r in self._fleet.serving if r.proved == version and r.shown != sent]
-        self.staged = None if others else (version, sent)
-        self._fleet.change()
+        self.staged = (version, sent) if self.committed == (version, sent) else None
 
     def begin(self) -> None:
         """The fleet is up: from now on it heals."""
@@ -157,7 +168,7 @@ class Recovery:
                 async for attempt in self.retrying(_ours, tries):
                     with attempt:
                         await self._start_another(place, replica)
-            except MidflightError as error:
+            except Exception as error:  # whatever the maker raises: the others serve on
                 place.given_up = True
                 place.reason = place.reason or error
         self._fleet.forget(replica)
@@ -192,12 +203,29 @@ class Recovery:
         finally:
             await settle([closing])
 
-    def _give_up(self, replicas: list[Replica], error: BaseException) -> None:
-        for replica in replicas:
+    def _give_up(self, replica: Replica, error: BaseException) -> None:
+        place = self._place(replica)
+        place.given_up = True
+        place.reason = place.reason or error
+        self._fleet.lose(replica, f"it could not be resynced: {error}")
+
+    def abandon(self, error: BaseException) -> None:
+        """A swap is out of tries: when it left nobody that serves, nobody will."""
+        if self._fleet.heals and not self._fleet.serving:
+            self._fleet.heals = False
+            self._fleet.change()
+            self._hopeless(error)
+
+    def steady(self) -> None:
+        """A swap is through: what went wrong before with whom it found serving counts no more."""
+        for replica in self._fleet.serving:
             place = self._place(replica)
-            place.given_up = True
-            place.reason = place.reason or error
-            self._fleet.lose(replica, f"it could not be resynced: {error}")
+            place.losses, place.reason = 0, None
+
+    @property
+    def reason(self) -> BaseException | None:
+        """The first of what keeps replicas from serving."""
+        return next((p.reason for p in self._places.values() if p.reason is not None), None)
 
     def _is_there_hope(self) -> None:
         """Tell when it is out of the question that enough replicas serve again."""
@@ -224,7 +252,8 @@ class Recovery:
         if self._over():
             return False  # a swap that is being ended has let go of the lock already
         joining, version = self._fleet.joining, self._fleet.version
-        known = self.staged is not None and self.staged[0] == version
+        known = self.staged is not None and self.staged == self.committed
+        known = known and self.staged is not None and self.staged[0] == version
         return bool(joining) and (known or any(self._whole(r) for r in joining))
 
     def _whole(self, replica: Replica) -> bool:
@@ -250,43 +279,53 @@ class Recovery:
         if self._machine.state is State.GENERATING:
             self._machine.fire(Trigger.FAULT, reason=f"{names} to be resynced")
         try:
-            async for attempt in self.retrying(_ours, self._options.attempts):
-                with attempt:
-                    await self._resync()
-        except MidflightError as error:
-            self._give_up(self._fleet.joining, error)
+            with contextlib.suppress(MidflightError):
+                await self._resync(self._fleet.joining)
+            # One that cannot be healed must not keep the others from it.
+            for replica in self._fleet.joining:
+                await self._heal_one(replica)
         finally:
             self.settle_state()
+
+    async def _heal_one(self, replica: Replica) -> None:
+        try:
+            async for attempt in self.retrying(_of_a_replica, self._options.attempts):
+                with attempt:
+                    if replica in self._fleet.joining and self.due():
+                        await self._resync([replica])
+        except MidflightError as error:
+            if _of_a_replica(error) and replica in self._fleet.joining:
+                self._give_up(replica, error)
 
     def settle_state(self) -> None:
         """Back to GENERATING when somebody serves."""
         fleet = self._fleet
-        if self._machine.state is State.RECOVERING and fleet.serving:
+        healthy = bool(fleet.serving) and (fleet.heals or not fleet.fenced)
+        if self._machine.state is State.RECOVERING and healthy:
             self._machine.fire(
                 Trigger.RECOVER,
                 Guard.ALL_SERVING,
                 reason=f"{len(fleet.serving)} replicas serve version {fleet.version}",
             )
 
-    async def _resync(self) -> None:
+    async def _resync(self, replicas: Sequence[Replica]) -> None:
         fleet = self._fleet
-        for replica in fleet.joining:
+        for replica in replicas:
             if self._whole(replica):
                 fleet.admit(replica)
                 self.served(replica)
-        if not fleet.joining or self.staged is None or self.staged[0] != fleet.version:
+        left = [r for r in replicas if r.fenced and r.lost is None]
+        if not left or self.staged is None or self.staged[0] != fleet.version:
             return
         self._resyncs += 1
         try:
-            await self._cycle.resync(self._resyncs, self.staged[1], fleet.joining)
+            await self._cycle.resync(self._resyncs, self.staged[1], left)
         except BaseException as error:
             self.note(error)
             raise
 
     def served(self, replica: Replica) -> None:
-        """``replica`` was admitted: what went wrong before does not count any more."""
-        place = self._place(replica)
-        place.losses, place.reason = 0, None
+        """``replica`` was admitted."""
         now = asyncio.get_running_loop().time()
         self._admitted(replica, now - (now if replica.since is None else replica.since))
         replica.since = None
@@ -307,4 +346,9 @@ class Recovery:
 
 
 def _ours(error: BaseException) -> bool:
-    return isinstance(error, MidflightError)
+    return isinstance(error, MidflightError) and not isinstance(error, ConfigError)
+
+
+def _of_a_replica(error: BaseException) -> bool:
+    """Not of the trainer, who has nothing to send then."""
+    return _ours(error) and not isinstance(error, TrainerError)

@@ -27,6 +27,8 @@ class Replica:
     """Newest version whose digest it showed; None once it is fenced."""
     shown: Digests = field(default_factory=dict)
     """The digests it showed for that version."""
+    awaiting: PolicyVersion | None = None
+    """Answers with tokens of this version wait for its verdict; None once that is known."""
     epoch: int = 0
     """How often it was fenced for what it wrote."""
     distrust: dict[int, PolicyVersion] = field(default_factory=dict)

@@ -35,6 +35,8 @@ class Roster:
         self._mustered: list[Replica] | None = None
         self._changed = asyncio.Event()
         self.heals = False
+        self.patience = 3
+        """Replicas that may die under one request before it is held to be the cause."""
         self.on_lost: Callable[[Replica], None] = lambda replica: None
         self.version = PolicyVersion(0)
         """Newest committed version; what every serving replica holds."""
@@ -125,6 +127,7 @@ class Roster:
                 f"{replica.proved}{f', lost: {replica.lost}' if replica.lost else ''}",
             )
         replica.fenced = replica.dirty = False
+        replica.awaiting = None
         self.change()
 
     def fence(self, replicas: Iterable[Replica], distrusted: PolicyVersion | None = None) -> None:
@@ -135,6 +138,12 @@ class Roster:
             if distrusted is not None:
                 replica.distrust[replica.epoch] = distrusted
                 replica.epoch += 1
+        self.change()
+
+    def judged(self, replicas: Iterable[Replica]) -> None:
+        """It is known what the version that they last took is worth."""
+        for replica in replicas:
+            replica.awaiting = None
         self.change()
 
     def fence_dirty(self) -> None:

@@ -31,6 +31,7 @@ class Router(Roster):
         """
         done: Completion | None = None
         part = request
+        deaths: list[str] = []
         while True:
             replica = self._least_loaded()
             if replica is None:
@@ -41,6 +42,14 @@ class Router(Roster):
                     self._must_serve()
                 return _ended(request, done)
             answer = await self._answer(replica, part)
+            if replica.lost is not None:
+                deaths.append(f"{replica.name}: {replica.lost}")
+                if len(deaths) > self.patience and not self._ending:
+                    raise EngineDied(
+                        replica.name,
+                        f"{len(deaths)} replicas died with request {request.request_id} running, "
+                        f"the first {deaths[0]}. Look at its prompt: {request.prompt.text[:80]!r}",
+                    )
             if answer is None:
                 if self._ending:
                     return _ended(request, done)
@@ -71,6 +80,8 @@ class Router(Roster):
         if replica.swapping is not None and newest(answer) > self.version:
             # The replica goes on by itself before its swap is published.
             await asyncio.shield(replica.swapping)
+        while self.heals and replica.awaiting is not None and newest(answer) >= replica.awaiting:
+            await self.changed()
         trusted = self.version
         if epoch in replica.distrust:
             trusted = PolicyVersion(min(trusted, replica.distrust[epoch] - 1))

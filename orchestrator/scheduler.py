@@ -331,7 +331,8 @@ class Orchestrator:
                     self._fleet, self._trainer, self._validator, self._swap, spec.nbytes
                 )
             )
-            self._recovery.staged = (self._fleet.version, self._keeper.sent)
+            self._recovery.committed = (self._fleet.version, self._keeper.sent)
+            self._recovery.staged = self._recovery.committed
         self._machine.fire(Trigger.START, Guard.CHANNEL_PROVED)
 
     async def _start_engines(self) -> None:
@@ -527,6 +528,9 @@ class Orchestrator:
                 swap=lambda step, fresh: self._swap_once(step, fresh=fresh, wait=True),
                 finish=self._finish_swap,
                 adopt=self._adopt,
+                lost=self._swaps.lost,
+                lock=self._sync_lock,
+                over=lambda: self._over,
                 emit=self._emit,
                 op=self._op,
             )
@@ -607,7 +611,8 @@ class Orchestrator:
                     if swap.cancelled() and caller is not None and not caller.cancelling():
                         raise Closed(f"closed during the swap to version {target}") from None
                     calling_off = (State.GENERATING, State.PAUSING, State.VALIDATING)
-                    if self.state in calling_off and not self._cycle.committing:
+                    waits = self.state is State.RECOVERING and not self._swaps.applying
+                    if waits or (self.state in calling_off and not self._cycle.committing):
                         swap.cancel()
                     # An impatient second cancel must not let the next swap in. When all is
                     # over, the release ends the swap.

@@ -81,6 +81,8 @@ class Swaps:
         self._emit, self._op = emit, op
         self.nbytes = 0
         """Bytes of one update."""
+        self.applying = False
+        """A try is past its waits: what it does must not be left half-way."""
 
     async def run(self, update: WeightUpdate, *, scheduled: bool, fresh: bool) -> SyncReport:
         """Stage, prefetch, let probes get going (``scheduled``), swap; again while that may help.
@@ -99,27 +101,35 @@ class Swaps:
                     report = await self._try(swap)
         except (SyncError, ValidationFailed) as error:
             self._recovery.settle_state()
-            if swap.first is None or error is swap.first:
+            if self._may_help(error):
+                self._recovery.abandon(swap.first or error)
+            if swap.first is None or error is swap.first or by_trainer(error):
                 raise
-            raise swap.first from error
+            raise swap.first from swap.first.__cause__
         except BaseException:
             self._recovery.settle_state()
             raise
+        self._recovery.steady()
         self._emit(SwapDone(time.time(), self._op(), report))
         return report
 
     async def finish(self, committed: SyncReport, *, fresh: bool) -> SyncReport:
         """Prove a swap that was committed, then left by its trainer."""
-        staged = self._recovery.staged
-        sent = staged[1] if staged is not None else {}
+        known = self._recovery.committed
+        sent = known[1] if known is not None else {}
         swap = _Swap(committed.update, False, fresh, sent, report=committed)
         return await self._tried(swap)
+
+    def lost(self) -> bool:
+        """The committed version is nowhere any more: no replica serves it, no trainer has it."""
+        recovery = self._recovery
+        return not self._fleet.serving and recovery.staged != recovery.committed
 
     def _may_help(self, error: BaseException) -> bool:
         """A dead trainer has nothing to send; anything else is not about the swap."""
         if not isinstance(error, SyncError | ValidationFailed) or not self._fleet.heals:
             return False
-        return not isinstance(error.__cause__, TrainerDied)
+        return not by_trainer(error)
 
     async def _stage(self, swap: _Swap) -> None:
         waiting = "staging"
@@ -134,22 +144,25 @@ class Swaps:
             with self._telling_of_failure():
                 if self._fleet.version < swap.update.version:
                     return await self._once(swap)
-                return await self._prove(swap)
+                return await self._proved(swap)
         except (SyncError, ValidationFailed) as error:
             swap.first = swap.first or error
             if isinstance(error.report, SyncReport):
                 swap.report = error.report
             self._recovery.note(error)
             raise
+        finally:
+            self.applying = False
+            if self._fleet.version == swap.update.version:
+                self._recovery.committed = (swap.update.version, swap.sent)
 
     async def _once(self, swap: _Swap) -> SyncReport:
         update = _of_this_try(swap)
-        waiting = "a replica that can take part"
+        waiting = "the bytes to be at the engines"
         seconds = self._options.timeouts.generating
         with operation(sync_id=update.sync_id):
+            await self._fleet.until_members()  # ends with the tries of recovery
             async with deadline(State.GENERATING, seconds, lambda: waiting):
-                await self._fleet.until_members()
-                waiting = "the bytes to be at the engines"
                 if update.at_hand:
                     self._emit(PrefetchStarted(time.time(), self._op(), update))
                 prefetch_s = await self._cycle.prefetch(update)
@@ -162,6 +175,7 @@ class Swaps:
             async def check() -> CheckResult:
                 return await self._fresh(update, swap.probes or [])
 
+            self.applying = True
             return await self._cycle.run(
                 update,
                 swap.sent,
@@ -170,21 +184,35 @@ class Swaps:
                 prefetch_s=prefetch_s,
             )
 
+    async def _proved(self, swap: _Swap) -> SyncReport:
+        """Whatever keeps it from being proved is a failure in VALIDATING, with the report."""
+        try:
+            return await self._prove(swap)
+        except (SyncError, ValidationFailed):
+            raise
+        except MidflightError as error:
+            failed = SyncError(State.VALIDATING, str(error), self._fleet.fenced)
+            failed.report = swap.report
+            raise failed from error
+
     async def _prove(self, swap: _Swap) -> SyncReport:
         """It is committed: resync who was fenced for it, then run the checks that did not pass."""
         assert swap.report is not None
         fleet, update = self._fleet, _of_this_try(swap)
-        seconds = self._options.timeouts.generating
-        async with deadline(State.GENERATING, seconds, lambda: "a replica that can serve"):
-            await fleet.until_members()
+        await fleet.until_members()  # ends with the tries of recovery
+        self.applying = True
         await self._recovery.heal()
         if not fleet.serving:
             raise swap.first or EngineError(fleet.names, "no replica serves")
         async with deadline(State.VALIDATING, self._options.timeouts.validating):
             checks = [self._validator.proved(swap.sent, swap.report.nbytes)]
-            checks.append(await self._validator.canary())
-            if swap.fresh:
-                checks.append(await self._fresh(update, []))
+            if self._recovery.staged == self._recovery.committed:
+                checks.append(await self._validator.canary())
+                if swap.fresh:
+                    checks.append(await self._fresh(update, []))
+            else:
+                # A new trainer came to other bits: it is no judge of these.
+                checks += [CheckResult(c, Verdict.INCONCLUSIVE) for c in ("canary", "fresh")]
         report = replace(swap.report, checks=tuple(checks))
         for result in checks:
             if result.verdict is Verdict.MISMATCH:
@@ -220,6 +248,15 @@ class Swaps:
             raise MidflightError("the fresh check needs a trainer that saves checkpoints")
         checkpoint = await trainer.save_checkpoint(f"v{update.version}")
         return await self._validator.fresh(checkpoint, ended, update.version)
+
+
+def by_trainer(error: BaseException | None) -> bool:
+    """Whether the trainer's death is behind ``error``."""
+    while error is not None:
+        if isinstance(error, TrainerDied):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _of_this_try(swap: _Swap) -> WeightUpdate:

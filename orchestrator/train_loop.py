@@ -15,6 +15,8 @@ from dataclasses import replace
 
 from orchestrator.context import operation
 from orchestrator.errors import (
+    Closed,
+    ConfigError,
     MidflightError,
     SyncError,
     TrainerDied,
@@ -28,11 +30,11 @@ from orchestrator.protocols import Resumable, Trainer, TrainerMaker, WeightSende
 from orchestrator.recovery import Recovery
 from orchestrator.resume import RunKeeper
 from orchestrator.rollouts import RolloutSource
-from orchestrator.tasks import deadline, settle
+from orchestrator.swaps import by_trainer
+from orchestrator.tasks import deadline, settle, uninterrupted
 from orchestrator.types import (
     OpContext,
     PhaseTimeouts,
-    PolicyVersion,
     Rollout,
     State,
     SyncReport,
@@ -62,6 +64,9 @@ class TrainLoop:
         swap: SwapStep,
         finish: Callable[[SyncReport, bool], Awaitable[object]],
         adopt: Callable[[Trainer], None],
+        lost: Callable[[], bool],
+        lock: asyncio.Lock,
+        over: Callable[[], bool],
         emit: Callable[[Event], None],
         op: Callable[[], OpContext],
     ) -> None:
@@ -71,6 +76,7 @@ class TrainLoop:
         self._generation, self._validation, self._timeouts = generation, validation, timeouts
         self._swap, self._finish, self._adopt = swap, finish, adopt
         self._emit, self._op = emit, op
+        self._nowhere, self._lock, self._over = lost, lock, over
         self._lost: str | None = None
         self._kept: list[tuple[int, list[Rollout]]] = []
         """The batches since the last checkpoint, where they may be needed again."""
@@ -118,9 +124,11 @@ class TrainLoop:
         swapped = False
         losses = 0
         while True:
+            if self._lost is not None:
+                await self._replace(self._lost)
+                if self._nowhere():
+                    report = None  # published anew, as a version of its own
             try:
-                if self._lost is not None:
-                    await self._replace()
                 if self._trained < step:
                     batch = batch or await self._take()
                     await self._train(batch, step)
@@ -145,18 +153,20 @@ class TrainLoop:
 
     def _died(self, error: BaseException) -> bool:
         """Whether the trainer's death is behind ``error``, and another one can take over."""
-        if not self.replaces:
+        if not self.replaces or self._over():
             return False
-        seen: BaseException | None = error
-        while seen is not None and self._lost is None:
-            if isinstance(seen, TrainerDied):
-                self._lost = str(seen)
-            seen = seen.__cause__
+        if self._lost is None and by_trainer(error):
+            self._lost = str(error)
         return self._lost is not None
 
     async def _take(self) -> list[Rollout]:
         seconds = self._timeouts.generating
-        async with deadline(State.GENERATING, seconds, lambda: "rollouts"):
+
+        def waiting() -> str:
+            why = None if self._fleet.serving else self._recovery.reason
+            return "rollouts" if why is None else f"rollouts, since no replica serves: {why}"
+
+        async with deadline(State.GENERATING, seconds, waiting):
             return await self._source.take(self._generation.prompts_per_step)
 
     async def _train(self, batch: list[Rollout], step: int) -> None:
@@ -169,15 +179,19 @@ class TrainLoop:
 
     # Another trainer
 
-    async def _replace(self) -> None:
+    async def _replace(self, cause: str) -> None:
         await _closed(self._trainer)
-        async for attempt in self._recovery.retrying(_ours, self._recovery.tries):
-            with attempt:
-                await self._start_another()
+        try:
+            async for attempt in self._recovery.retrying(_transient, self._recovery.tries):
+                with attempt:
+                    await self._start_another()
+        except Exception as error:
+            raise TrainerDied(f"trainer: {cause}; no other could take over: {error}") from error
         self._lost = None
 
     async def _start_another(self) -> None:
         assert self._make is not None
+        self._go_on()
         trainer = self._make()
         adopted = False
         try:
@@ -189,7 +203,11 @@ class TrainLoop:
             adopted = True
         finally:
             if not adopted:
-                await _closed(trainer)
+                await uninterrupted(_closed(trainer))
+
+    def _go_on(self) -> None:
+        if self._over():
+            raise Closed("no trainer starts any more: the orchestrator is closed or about to be")
 
     async def _bring_back(self, trainer: Trainer) -> None:
         """To the state of the one that died: first as committed, then as trained."""
@@ -203,18 +221,23 @@ class TrainLoop:
             if step <= self._committed:
                 async with deadline(State.GENERATING, seconds, lambda: waiting):
                     await trainer.train(batch, step)
-        # The workers are still in a group with the one that is gone.
-        self._trainer = trainer
-        self._adopt(trainer)
-        await self._fleet.close_channel(trainer)
-        if self._fleet.version > 0:
-            async with deadline(State.GENERATING, seconds, lambda: "staging"):
-                sent = await trainer.stage(self._fleet.version)
-            self._recovery.restaged(PolicyVersion(self._fleet.version), sent)
-        for step, batch in self._kept:
-            if step > self._committed:
-                async with deadline(State.GENERATING, seconds, lambda: waiting):
-                    await trainer.train(batch, step)
+        async with self._lock:  # nobody swaps or resyncs with one that is half-way
+            self._go_on()
+            version = self._fleet.version
+            # The workers are still in a group with the one that is gone.
+            await self._fleet.close_channel(trainer)
+            if version > 0:
+                async with deadline(State.GENERATING, seconds, lambda: "staging"):
+                    sent = await trainer.stage(version)
+            for step, batch in self._kept:
+                if step > self._committed:
+                    async with deadline(State.GENERATING, seconds, lambda: waiting):
+                        await trainer.train(batch, step)
+            self._go_on()
+            self._trainer = trainer
+            self._adopt(trainer)
+            if version > 0:
+                self._recovery.restaged(version, sent)
 
 
 def rewarded(stats: TrainStats, batch: Sequence[Rollout]) -> tuple[Rollout, ...]:
@@ -230,8 +253,8 @@ def rewarded(stats: TrainStats, batch: Sequence[Rollout]) -> tuple[Rollout, ...]
     )
 
 
-def _ours(error: BaseException) -> bool:
-    return isinstance(error, MidflightError)
+def _transient(error: BaseException) -> bool:
+    return isinstance(error, MidflightError) and not isinstance(error, ConfigError | Closed)
 
 
 async def _closed(trainer: WeightSender) -> None:

@@ -179,7 +179,8 @@ class Validator:
         expected = [len(prompt) - 1 for prompt in self._canary]
         if [len(row) for row in scored["trainer"]] != expected:
             return float("inf")  # two sides that both say nothing would agree
-        return max(largest_difference(scored["trainer"], got) for got in written.values())
+        differences = [largest_difference(scored["trainer"], got) for got in written.values()]
+        return max(differences, default=float("inf"))
 
     async def digest(self, update: WeightUpdate, sent: Digests, nbytes: int) -> CheckResult:
         """See the module. Whoever has every tensor as sent is marked as proved; a replica that is
