@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from orchestrator.errors import ChannelError, EngineDied, EngineError, SyncError
+from orchestrator.operations import RETRY, Retry
 from orchestrator.protocols import Digests, Engine, FirstTokens, WeightSender
 from orchestrator.replica import Replica, first_ranks
 from orchestrator.routing import Router
@@ -68,7 +69,13 @@ class Fleet(Router):
         self._waiting = waiting
 
         async def one(replica: Replica) -> T:
-            result = await call(replica)
+            try:
+                result = await call(replica)
+            except EngineError as error:
+                safe = RETRY.get(operation) is Retry.SAFE and not isinstance(error, EngineDied)
+                if not (safe and self.heals):
+                    raise
+                result = await call(replica)
             del waiting[f"{operation} of {replica.name}"]
             return result
 
