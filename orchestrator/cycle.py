@@ -288,7 +288,7 @@ class SwapCycle:
                 async with deadline(State.SYNCING, budgets.syncing, fleet.waiting_for):
                     await self._apply(update)
                     await fleet.finish_update(update)
-                async with deadline(State.VALIDATING, budgets.validating, fleet.waiting_for):
+                async with deadline(State.SYNCING, budgets.syncing, fleet.waiting_for):
                     result = await self._validator.digest(update, sent, nbytes)
                 proved = [r for r in fleet.here if r.proved == update.version]
                 fleet.muster(proved)
