@@ -270,6 +270,8 @@ class Recovery:
             async with self._lock:
                 if self.due():
                     await self.heal()
+            if self.due():  # nobody's fault but the trainer's, who may be able to send later
+                await asyncio.sleep(self._options.backoff_max_s)
 
     async def heal(self) -> None:
         """Bring back every fenced replica that can be, or give it up; the caller has the lock."""

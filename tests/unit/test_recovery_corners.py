@@ -31,6 +31,7 @@ from orchestrator import (
     SwapFailed,
     SyncError,
     Trainer,
+    TrainerError,
     TrainStats,
     TrainStepDone,
 )
@@ -291,6 +292,19 @@ async def test_the_first_reason_is_told_when_no_trainer_comes_up(tmp_path: Path)
     error = await drive(rig, 4)
     assert len(rig.trainers) <= 1 + TRIES.attempts
     assert "killed" in f"{error} {error.__cause__}"
+
+
+async def test_a_trainer_that_cannot_send_is_not_asked_without_end() -> None:
+    rig = a_rig(2, validation=DIGEST)
+    async with rig.orchestrator as o:
+        await o.sync()
+        error = TrainerError("trainer: busy")
+        rig.world.faults.fail("trainer", "listen", call=None, error=error)
+        rig.engines[1].kill()
+        await asyncio.sleep(60)
+        assert len(rig.world.calls("listen")) < 70
+        assert rig.orchestrator._fleet.serving
+    rig.assert_invariants()
 
 
 async def test_rolling_a_death_in_the_second_group_does_not_fence_all() -> None:
