@@ -160,4 +160,5 @@ async def sync_whole(
         for check in (await validator.digest(update, sent, nbytes), await validator.canary()):
             if check.verdict is Verdict.MISMATCH:
                 raise ValidationFailed(explain(check))
+    fleet.judged(fleet.members)  # answers under this version are handed over
     return sent

@@ -74,7 +74,10 @@ def nothing_lost_nothing_twice(ended: Ended) -> None:
 def only_committed_versions_served(ended: Ended) -> None:
     """A replacement served nothing before it was admitted, and no span is of a later version."""
     events = ended.lines("events.jsonl")
-    admitted = {e["engine"]: e["version"] for e in events if " again" in e["event"]}
+    admitted: dict[str, int] = {}
+    for event in events:
+        if " again" in event["event"]:
+            admitted.setdefault(event["engine"], event["version"])
     replacements = {r["engine"] for r in ended.lines("rollouts.jsonl") if ".r" in r["engine"]}
     assert replacements and replacements <= set(admitted)
     committed = {s["to_version"] for s in ended.summary["swaps"]} | {0}

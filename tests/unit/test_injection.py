@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -342,7 +343,12 @@ def test_only_running_processes_of_this_machine_are_found(
 
 @pytest.mark.real_time
 def test_a_resource_tracker_is_left_to_free_what_is_shared() -> None:
-    words = ["python", "-c", "import time; time.sleep(600)", "multiprocessing.resource_tracker"]
+    words = [
+        sys.executable,
+        "-c",
+        "import time; time.sleep(600)",
+        "multiprocessing.resource_tracker",
+    ]
     with subprocess.Popen(words) as tracker:
         try:
             assert find_processes([tracker.pid], "127.0.0.1") == []
