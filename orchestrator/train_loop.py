@@ -84,10 +84,6 @@ class TrainLoop:
         """The last step that was trained, and the one whose weights are the committed version."""
         self._running = False
 
-    def begin(self, step: int) -> None:
-        """``step`` was the last one of a run that is gone on with."""
-        self._trained = self._committed = step
-
     @property
     def replaces(self) -> bool:
         """Whether a trainer that dies can be replaced."""
