@@ -36,7 +36,7 @@ from orchestrator.machine import Guard, SwapMachine, Trigger
 from orchestrator.options import RecoveryOptions
 from orchestrator.protocols import Digests, Engine, EngineMaker
 from orchestrator.replica import Replica
-from orchestrator.tasks import deadline, settle
+from orchestrator.tasks import close_within, deadline, settle
 from orchestrator.types import EngineInfo, PolicyVersion, State
 
 
@@ -161,7 +161,7 @@ class Recovery:
 
     async def _follow(self, place: _Place, replica: Replica) -> None:
         """Close what was lost, so that its memory and devices are free, and start another."""
-        await self._closed(replica.engine)
+        await close_within(replica.engine, 2 * CLOSE_S)
         if not place.given_up:
             try:
                 tries = self._options.attempts
@@ -189,19 +189,12 @@ class Recovery:
             started = True
         finally:
             if not started and not self._closing:
-                await self._closed(engine)
+                await close_within(engine, 2 * CLOSE_S)
             if started or not self._closing:
                 self._starting.discard(engine)
         joined = self._fleet.add(engine, info)
         joined.since = replica.since
         self._up(engine, info)
-
-    async def _closed(self, engine: Engine) -> None:
-        closing = asyncio.ensure_future(engine.aclose())
-        try:
-            await asyncio.wait([closing], timeout=2 * CLOSE_S)
-        finally:
-            await settle([closing])
 
     def _give_up(self, replica: Replica, error: BaseException) -> None:
         place = self._place(replica)
@@ -339,7 +332,7 @@ class Recovery:
         self._closing = True
         self._fleet.heals = False
         self._fleet.change()
-        closing = [asyncio.ensure_future(self._closed(e)) for e in self._starting]
+        closing = [asyncio.ensure_future(close_within(e, 2 * CLOSE_S)) for e in self._starting]
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from orchestrator.errors import MidflightError, PhaseTimeout
 
@@ -56,6 +56,21 @@ async def settle(tasks: Iterable[asyncio.Task[Any]], *, cancel: bool = True) -> 
             task.cancel()
     if pending:
         await asyncio.wait(pending)
+
+
+class Closable(Protocol):
+    """Whatever has something to release."""
+
+    async def aclose(self) -> None: ...
+
+
+async def close_within(what: Closable, seconds: float) -> None:
+    """Close ``what``; after ``seconds`` the call is cancelled. Its errors are its own."""
+    closing = asyncio.ensure_future(what.aclose())
+    try:
+        await asyncio.wait([closing], timeout=seconds)
+    finally:
+        await settle([closing])
 
 
 async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:

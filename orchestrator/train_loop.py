@@ -26,12 +26,12 @@ from orchestrator.errors import (
 from orchestrator.events import Event, TrainerStarted, TrainStepDone
 from orchestrator.fleet import CLOSE_S, Fleet
 from orchestrator.options import GenerationOptions, ValidationOptions
-from orchestrator.protocols import Resumable, Trainer, TrainerMaker, WeightSender
+from orchestrator.protocols import Resumable, Trainer, TrainerMaker
 from orchestrator.recovery import Recovery
 from orchestrator.resume import RunKeeper
 from orchestrator.rollouts import RolloutSource
 from orchestrator.swaps import by_trainer
-from orchestrator.tasks import deadline, settle, uninterrupted
+from orchestrator.tasks import close_within, deadline, uninterrupted
 from orchestrator.types import (
     OpContext,
     PhaseTimeouts,
@@ -176,7 +176,7 @@ class TrainLoop:
     # Another trainer
 
     async def _replace(self, cause: str) -> None:
-        await _closed(self._trainer)
+        await close_within(self._trainer, 2 * CLOSE_S)
         try:
             async for attempt in self._recovery.retrying(_transient, self._recovery.tries):
                 with attempt:
@@ -199,7 +199,7 @@ class TrainLoop:
             adopted = True
         finally:
             if not adopted:
-                await uninterrupted(_closed(trainer))
+                await uninterrupted(close_within(trainer, 2 * CLOSE_S))
 
     def _go_on(self) -> None:
         if self._over():
@@ -251,11 +251,3 @@ def rewarded(stats: TrainStats, batch: Sequence[Rollout]) -> tuple[Rollout, ...]
 
 def _transient(error: BaseException) -> bool:
     return isinstance(error, MidflightError) and not isinstance(error, ConfigError | Closed)
-
-
-async def _closed(trainer: WeightSender) -> None:
-    closing = asyncio.ensure_future(trainer.aclose())
-    try:
-        await asyncio.wait([closing], timeout=2 * CLOSE_S)
-    finally:
-        await settle([closing])
