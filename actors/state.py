@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from orchestrator.errors import TrainerError
+from orchestrator.files import sync_folder
 
 if TYPE_CHECKING:
     from actors.learner import Learner
@@ -70,9 +71,9 @@ def save_state(
         json.dump(index, file)
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
+    sync_folder(folder)
     os.replace(fresh, folder / _INDEX)
-    _sync(folder)
+    sync_folder(folder)
     for path in folder.iterdir():
         if path.name not in (_INDEX, *files.values()):
             path.unlink()
@@ -100,14 +101,6 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

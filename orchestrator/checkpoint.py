@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.errors import ConfigError, MidflightError
+from orchestrator.files import sync_folder
 from orchestrator.rollouts import SourceState
 from orchestrator.tasks import uninterrupted
 from orchestrator.types import PolicyVersion
@@ -138,7 +139,7 @@ class Checkpoints:
 
     def _begin(self, temporary: Path) -> None:
         _make(self.folder)
-        _sync(self.folder.parent)
+        sync_folder(self.folder.parent)
         for left in self.folder.iterdir():
             if left.name.startswith(_PARTIAL):
                 _remove(left)
@@ -155,13 +156,13 @@ class Checkpoints:
                 "the run's folder must be on a disk that both share"
             )
         _write(temporary / _RUN, json.dumps({**_plain(checkpoint), "files": files}))
-        _sync(temporary)
+        sync_folder(temporary)
         # Behind it there is nothing but what a run left behind that was resumed from before.
         for path in self._numbered():
             if _step_of(path) >= checkpoint.step:
                 self._discard(path)
         _rename(temporary, target)
-        _sync(self.folder)
+        sync_folder(self.folder)
         self._prune()
         return replace(checkpoint, folder=target)
 
@@ -240,14 +241,6 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _rename(source: Path, target: Path) -> None:

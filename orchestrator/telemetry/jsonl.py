@@ -15,6 +15,8 @@ from enum import Enum
 from pathlib import Path
 from types import TracebackType
 
+from orchestrator.files import sync_folder
+
 _DEPTH = 12
 
 
@@ -171,8 +173,4 @@ def write_atomic(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)

@@ -180,7 +180,7 @@ class Crash(BaseException):
     """The process is gone."""
 
 
-OPERATIONS = ("_make", "_write", "_sync", "_rename", "_remove")
+OPERATIONS = ("_make", "_write", "sync_folder", "_rename", "_remove")
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

@@ -15,7 +15,7 @@ import actors
 import orchestrator
 
 HEAVY = ("torch", "vllm", "ray", "transformers", "actors")
-LEAVES = {"types", "errors", "protocols", "events", "context", "options", "tasks"}
+LEAVES = {"types", "errors", "protocols", "events", "context", "options", "tasks", "files"}
 
 
 def fresh(code: str) -> dict[str, object]:
