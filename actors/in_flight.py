@@ -40,7 +40,7 @@ class Requests:
         self._core = core
         self._weights = weights
         self._reporter = reporter
-        self._ledger = Ledger()
+        self.ledger = Ledger()
         self._gate = Gate()
         self._ack: PauseAck | None = None
         self._streams: dict[str, vllm_compat.Stream] = {}
@@ -61,7 +61,7 @@ class Requests:
     @property
     def running(self) -> int:
         """Requests that vLLM has."""
-        return len(self._ledger.live)
+        return len(self.ledger.live)
 
     @property
     def held(self) -> int:
@@ -111,7 +111,7 @@ class Requests:
 
     async def wait_for_tokens(self, threshold: int, among: Collection[str] | None) -> int:
         """Wait until a live request (of ``among``) has ``threshold`` tokens; how many live."""
-        return await self._core.or_death(self._ledger.wait_for_tokens(threshold, among))
+        return await self._core.or_death(self.ledger.wait_for_tokens(threshold, among))
 
     # the pause
 
@@ -125,7 +125,7 @@ class Requests:
         await self._gate.shut()
         await self._core.or_death(vllm_compat.pause(llm, mode, kv))
         await _deliver(llm)
-        swap = self._ledger.freeze(sync_id)
+        swap = self.ledger.freeze(sync_id)
         self._ack = PauseAck(self._core.name, self.running)
         self._reporter.info(
             "paused",
@@ -142,14 +142,14 @@ class Requests:
         self._weights.must_be_whole()
         if not self.paused:
             return
-        self._ledger.resumed(time.perf_counter())
+        self.ledger.resumed(time.perf_counter())
         await self._core.or_death(vllm_compat.resume(llm))
         self._ack = None
         self._gate.open()
 
     async def first_tokens(self, sync_id: str) -> FirstTokens:
         """Wait until every request that was writing at the pause has written again or ended."""
-        swap = self._ledger.swap
+        swap = self.ledger.swap
         if swap is None or swap.sync_id != sync_id:
             raise EngineError(self._core.name, f"it was not paused for {sync_id}")
         return await self._core.or_death(swap.first_tokens())
@@ -162,11 +162,11 @@ class Requests:
 
     def expect(self, update: WeightUpdate) -> Swap:
         """The engine core is about to swap."""
-        return self._ledger.expect(update.sync_id, update.version)
+        return self.ledger.expect(update.sync_id, update.version)
 
     def swapped(self, swap: Swap, resumed_at: float, in_flight: int) -> PauseAck:
         """It has; requests go on. ``resumed_at``: of the engine core, ``perf_counter`` seconds."""
-        swap.settle(self._ledger.live.values(), resumed_at)
+        swap.settle(self.ledger.live.values(), resumed_at)
         self._ack = None  # of a pause before
         self._gate.open()
         self._reporter.info("swapped", requests=in_flight, writing=len(swap.frozen))
@@ -174,7 +174,7 @@ class Requests:
 
     def not_swapped(self, swap: Swap) -> None:
         """It has not; the requests are held until :meth:`resume`."""
-        self._ledger.forget(swap)
+        self.ledger.forget(swap)
 
     # inside
 
@@ -191,7 +191,7 @@ class Requests:
             return Completion(rid, self._core.name, (), (), (), FinishReason.ABORT)
         try:
             async with self._closing(stream):
-                self._ledger.add(live)
+                self.ledger.add(live)
                 self._streams[rid] = stream
                 try:
                     # No race with death: the core puts the error into every open stream.
@@ -201,7 +201,7 @@ class Requests:
                     return self._completion(live, found, reason)
                 finally:
                     self._streams.pop(rid, None)
-                    self._ledger.remove(live)
+                    self.ledger.remove(live)
         except EngineDied as error:
             raise self._cut(live, stream, error) from None
 
@@ -210,7 +210,7 @@ class Requests:
         ids = list(part.token_ids)
         if ids:
             chosen = vllm_compat.chosen_logprobs(ids, part.logprobs)
-            self._ledger.wrote(live, ids, chosen, time.perf_counter(), version)
+            self.ledger.wrote(live, ids, chosen, time.perf_counter(), version)
 
     def _cut(self, live: Live, stream: vllm_compat.Stream, error: EngineDied) -> EngineDied:
         """``error`` with what ``live`` had, as far as it is certain which versions wrote it."""

@@ -57,6 +57,13 @@ class Swap:
         self._settled = version is None
         self._through: set[Live] = set()
         self._stalls: list[float] = []
+        self._asked: dict[Live, tuple[float, int]] = {}
+        """When each wrote last before the engine core was asked to swap, and its tokens then."""
+        if version is not None:
+            frozen = tuple(frozen)
+            self._asked = {
+                one: (one.last_at, len(one.token_ids)) for one in frozen if one.last_at is not None
+            }
         self._resumed_at: float | None = None
         self._first_at: float | None = None
         self._all_seen = asyncio.Event()
@@ -95,8 +102,12 @@ class Swap:
             return False
         if self._first_at is None:
             self._first_at = now
-        gap = live.median_gap
-        seconds = now - live.last_at - (self._usual_gap if gap is None else gap)
+        usual = self._usual_gap if (gap := live.median_gap) is None else gap
+        seconds = now - live.last_at - usual
+        if live in self._asked:
+            # What delays a token of the step that was under way is the swap's doing too.
+            asked_at, had = self._asked[live]
+            seconds = max(seconds, now - asked_at - usual * (len(live.token_ids) - had + 1))
         live.stalls.append(Stall(self.sync_id, max(0.0, seconds)))
         self._stalls.append(live.stalls[-1].seconds)
         self._through.add(live)
@@ -138,6 +149,8 @@ class Ledger:
     def __init__(self) -> None:
         self.live: dict[str, Live] = {}
         self.swap: Swap | None = None
+        self.written = 0
+        """Tokens of all requests so far."""
         self._unseen: list[Swap] = []
         self._thresholds: list[_Threshold] = []
 
@@ -169,6 +182,7 @@ class Ledger:
                 live.gaps.append((now - live.last_at) / len(token_ids))
         live.last_at = now
         live.version = version
+        self.written += len(token_ids)
         live.token_ids.extend(token_ids)
         live.logprobs.extend(logprobs)
         self._notice(live)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from statistics import fmean, stdev
+from typing import Any
 
 from orchestrator.protocols import Engine
 from orchestrator.tasks import settle
@@ -18,14 +20,11 @@ class Load:
         self, engines: Sequence[Engine], prompts: Sequence[Prompt], count: int, tokens: int
     ) -> None:
         self._engines, self._prompts, self._tokens = engines, prompts, tokens
-        self._ending = False
-        self.written = 0
-        """Tokens of ended requests."""
         self._tasks = [asyncio.create_task(self._lane(i)) for i in range(count)]
 
     async def _lane(self, lane: int) -> None:
         turn = 0
-        while not self._ending:
+        while True:
             request = GenerationRequest(
                 f"load-{id(self)}-{lane}-{turn}",
                 self._prompts[lane % len(self._prompts)],
@@ -35,8 +34,7 @@ class Load:
                 seed=1000 * lane + turn,
                 ignore_eos=True,
             )
-            done = await self._engines[lane % len(self._engines)].generate(request)
-            self.written += len(done.token_ids)
+            await self._engines[lane % len(self._engines)].generate(request)
             turn += 1
 
     def check(self) -> None:
@@ -45,36 +43,42 @@ class Load:
             if task.done():
                 task.result()
 
-    async def end(self) -> int:
-        """End every request with what it has; tokens written since the beginning."""
-        self._ending = True
-        try:
-            for engine in self._engines:
-                await engine.abort_requests()
-            await asyncio.gather(*self._tasks)
-        finally:
-            await self.stop()
-        return self.written
-
     async def stop(self) -> None:
         """Drop every request."""
         await settle(self._tasks)
 
 
-async def tokens_per_s(
-    load: Callable[[], Load], seconds: float, meanwhile: Callable[[], Awaitable[None]]
-) -> float:
-    """Tokens a second that a new load writes in ``seconds`` while ``meanwhile`` runs over and over.
+class Slots:
+    """Tokens a second in short slots of several kinds that take turns, under one load.
 
-    Two windows of one length compare: both begin with the load's first prefill.
+    What drifts or comes and goes (prefill, the machine's other work) then meets all kinds alike.
     """
-    began = time.perf_counter()
-    work = load()
-    try:
-        while time.perf_counter() - began < seconds:
-            await meanwhile()
-            work.check()
-        elapsed = time.perf_counter() - began
-        return await work.end() / elapsed
-    finally:
-        await work.stop()
+
+    def __init__(self, written: Callable[[], Awaitable[Sequence[tuple[float, int]]]]) -> None:
+        """``written``: of each engine, its time and its tokens until then."""
+        self._written = written
+        self._speeds: defaultdict[str, list[float]] = defaultdict(list)
+
+    async def measure(self, kind: str, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        """One slot: as long as ``meanwhile`` runs."""
+        before = await self._written()
+        await meanwhile()
+        after = await self._written()
+        pairs = zip(before, after, strict=True)
+        self._speeds[kind].append(sum((n1 - n0) / (t1 - t0) for (t0, n0), (t1, n1) in pairs))
+
+    def result(self, base: str, others: Sequence[str]) -> dict[str, Any]:
+        """Means; ``share`` of ``base`` slot by slot, with its standard error. None: no slots."""
+        found: dict[str, Any] = {
+            "tokens_per_s": {base: fmean(self._speeds[base])},
+            "share": {},
+            "share_error": {},
+        }
+        for kind in others:
+            speeds = self._speeds[kind]
+            shares = [s / b for s, b in zip(speeds, self._speeds[base], strict=bool(speeds))]
+            found["tokens_per_s"][kind] = fmean(speeds) if speeds else None
+            found["share"][kind] = fmean(shares) if shares else None
+            error = stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else None
+            found["share_error"][kind] = error
+        return found

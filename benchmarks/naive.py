@@ -8,6 +8,7 @@ transport is the same as ours, so only the control differs.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 from actors.engine import EngineActor
@@ -29,7 +30,7 @@ SLEEP_S = 5.0
 
 
 class BenchmarkEngineActor(EngineActor):
-    """An engine actor that can also pause the public way."""
+    """An engine actor that can also pause the public way, and be watched while nothing is done."""
 
     @at_home
     async def pause_publicly(self, ctx: OpContext, mode: PauseMode, kv: KVPolicy) -> None:
@@ -37,6 +38,19 @@ class BenchmarkEngineActor(EngineActor):
         await self._llm.pause_generation(
             mode=mode.value, clear_cache=kv is KVPolicy.RECOMPUTE or mode is not PauseMode.KEEP
         )
+
+    @at_home
+    async def nothing_swapped(self, ctx: OpContext) -> tuple[float, ...]:
+        """What a swap that does nothing would have cost each request that writes now."""
+        ledger = self._requests.ledger
+        moment = ledger.freeze("nothing")
+        ledger.resumed(time.perf_counter())
+        return (await moment.first_tokens()).stalls
+
+    @at_home
+    async def written(self, ctx: OpContext) -> tuple[float, int]:
+        """Now (``perf_counter``), and the tokens of all requests until now."""
+        return time.perf_counter(), self._requests.ledger.written
 
 
 @dataclass(frozen=True, slots=True)

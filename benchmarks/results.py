@@ -16,7 +16,7 @@ import plot
 from orchestrator.cycle import stall_stats
 from orchestrator.types import PhaseSeconds
 
-SCHEMA = 2
+SCHEMA = 3
 _PLAIN_LIST = re.compile(r"\[[^\[\]{}]*\]")
 
 
@@ -31,6 +31,8 @@ class Method:
     samples: list[dict[str, Any]] = field(default_factory=list)
     growth: dict[str, Any] | None = None
     """What the processes held more after the last swap than after the warm-up."""
+    growth_second_half: dict[str, Any] | None = None
+    """Of it, what came in the second half: caches that fill up are full by then."""
 
     def add(
         self,
@@ -77,6 +79,7 @@ class Method:
             "digest_s": over("digest_s"),
             "gb_per_s_until_usable": nbytes / usable / 1e9 if usable else None,
             "growth": self.growth,
+            "growth_second_half": self.growth_second_half,
             "samples": self.samples,
         }
 
@@ -96,6 +99,8 @@ class Result:
     digests_matched: int = 0
     applied_by: dict[str, str] = field(default_factory=dict)
     carried_by: dict[str, str] = field(default_factory=dict)
+    control: list[dict[str, Any]] = field(default_factory=list)
+    """What requests stalled while nothing was swapped, by load."""
     methods: list[Method] = field(default_factory=list)
     throughput: list[dict[str, Any]] = field(default_factory=list)
     ceiling: dict[str, Any] = field(default_factory=dict)
@@ -117,6 +122,7 @@ class Result:
             "digests_matched": self.digests_matched,
             "applied_by": self.applied_by,
             "carried_by": self.carried_by,
+            "control": self.control,
             "methods": methods,
             "throughput": self.throughput,
             "ceiling": self.ceiling,

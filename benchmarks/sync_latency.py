@@ -17,15 +17,16 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ceiling
 import naive
 import plot
 import resources
 import table
-from load import Load, tokens_per_s
+from load import Load, Slots
 from results import Method, Result
 
 from actors import assembly
@@ -33,7 +34,7 @@ from actors.adapters import RayEngine
 from actors.hardware import choose_backend, split_backend
 from orchestrator.config import Settings
 from orchestrator.context import operation
-from orchestrator.cycle import SwapCycle
+from orchestrator.cycle import SwapCycle, stall_stats
 from orchestrator.errors import EXIT_INTERRUPTED, MidflightError, ValidationFailed
 from orchestrator.fleet import Fleet
 from orchestrator.machine import Guard, SwapMachine, Trigger
@@ -53,6 +54,8 @@ from orchestrator.validation import Validator, explain
 
 DECODE_TOKENS = {"cpu": 192, "gpu": 768}
 """Longest request of the load: a second or more of decoding."""
+SLOT_S = 1.0
+"""Of a throughput's alternating slots."""
 
 
 class Bench:
@@ -150,6 +153,18 @@ class Bench:
             in_flight = sum(a.requests_in_flight for a in done.acks)
             method.add(done.seconds, done.stalls, in_flight, stage_s)
 
+    async def held(self) -> dict[str, Any]:
+        """What engines and trainer hold now."""
+        return await asyncio.to_thread(resources.snapshot, self.pids)
+
+    @property
+    def engines(self) -> list[BenchmarkEngine]:
+        return [cast(BenchmarkEngine, replica.engine) for replica in self.fleet.serving]
+
+    async def written(self) -> list[tuple[float, int]]:
+        """Of every engine: now, and its tokens until now."""
+        return [await engine.written() for engine in self.engines]
+
     async def bring(self, update: WeightUpdate) -> None:
         """Bring the trainer's snapshot to the engine while it decodes, and commit nothing."""
         assert self._cycle is not None
@@ -158,13 +173,19 @@ class Bench:
 
 
 class BenchmarkEngine(RayEngine):
-    """A real engine that can also pause the public way."""
+    """A real engine, see :class:`naive.BenchmarkEngineActor`."""
 
     actor = "naive:BenchmarkEngineActor"
 
     async def pause_publicly(self, mode: PauseMode, kv: KVPolicy) -> None:
-        """See :class:`naive.BenchmarkEngineActor`."""
         await self._call("control", "pause_publicly", mode, kv)
+
+    async def nothing_swapped(self) -> tuple[float, ...]:
+        return tuple(await self._call("wait", "nothing_swapped"))
+
+    async def written(self) -> tuple[float, int]:
+        now, tokens = await self._call("control", "written")
+        return now, tokens
 
 
 @contextlib.asynccontextmanager
@@ -228,6 +249,8 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> Result:
                 first = not result.methods
                 work = decoding(requests)
                 try:
+                    if all(row["requests"] != requests for row in result.control):
+                        result.control.append(await control(bench, work, requests))
                     result.methods += await swaps(
                         bench, work, name, backend, requests, naive_too=first
                     )
@@ -235,15 +258,36 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> Result:
                     await work.stop()
                 save()
             if options.window > 0 and not backend.native:
-                say(f"{name}: throughput")
                 for requests in options.requests:
-                    result.throughput.append(await speed(bench, decoding, name, staged, requests))
+                    say(f"{name}: throughput of {requests} requests")
+                    work = decoding(requests)
+                    try:
+                        result.throughput.append(await speed(bench, work, name, staged, requests))
+                    finally:
+                        await work.stop()
                     save()
     say("measuring the ceiling")
     result.ceiling = measure_ceilings(result.nbytes, [backend for backend, _ in options.routes])
     result.complete = True
     result.save()
     return result
+
+
+async def control(bench: Bench, work: Load, requests: int) -> dict[str, Any]:
+    """What requests stall while nothing is swapped: of a stall, that much is not the swap's."""
+    options = bench.options
+    stalls: list[float] = []
+    for turn in range(options.warmup + options.swaps):
+        await asyncio.sleep(options.interval)
+        work.check()
+        seen = [await engine.nothing_swapped() for engine in bench.engines]
+        if turn >= options.warmup:
+            stalls += (stall for of_one in seen for stall in of_one)
+    return {
+        "requests": requests,
+        "moments": options.swaps,
+        "stall_s": asdict(stall_stats(stalls)),
+    }
 
 
 async def swaps(
@@ -275,9 +319,11 @@ async def swaps(
     for _ in range(options.warmup):
         await asyncio.sleep(pause_s)
         await once(None)
-    before = await asyncio.to_thread(resources.snapshot, bench.pids)
+    held = [await bench.held()]
     every = max(1, count // max(1, options.naive_swaps))
     for turn in range(count):
+        if turn == count // 2:
+            held.append(await bench.held())
         await asyncio.sleep(pause_s)
         work.check()
         await once(own)
@@ -287,53 +333,52 @@ async def swaps(
             await asyncio.sleep(pause_s)
             await bench.theirs(seed, naive.SLEEP_S)
             say(f"{turn + 1} of {count} swaps")
-    own.growth = resources.growth(before, await asyncio.to_thread(resources.snapshot, bench.pids))
+    held.append(await bench.held())
+    own.growth = resources.growth(held[0], held[-1])
+    own.growth_second_half = resources.growth(held[-2], held[-1])
     return [m for m in (own, awake, seed) if m.samples]
 
 
-async def speed(
-    bench: Bench, decoding: Any, name: str, staged: bool, requests: int
-) -> dict[str, Any]:
+async def speed(bench: Bench, work: Load, name: str, staged: bool, requests: int) -> dict[str, Any]:
     """Tokens a second without swaps, with one a second and, staged, while bytes always arrive.
 
     Of the last only the transfer counts: the trainer takes its snapshot once, before it.
     """
-    seconds = bench.options.window
+    slots = Slots(bench.written)
+    count = max(2, round(bench.options.window / SLOT_S))
 
     async def nothing() -> None:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(SLOT_S)
 
     async def swap() -> None:
         began = time.perf_counter()
         await bench.ours()
-        await asyncio.sleep(max(0.0, 1.0 - (time.perf_counter() - began)))
+        await asyncio.sleep(max(0.0, SLOT_S - (time.perf_counter() - began)))
 
-    async def window(meanwhile: Any) -> float:
-        return await tokens_per_s(lambda: decoding(requests), seconds, meanwhile)
+    async def without() -> None:
+        await slots.measure("without", nothing)
 
-    await window(nothing)  # warm
-    before = await window(nothing)
-    swapping = await window(swap)
-    staging = None
-    if staged:
+    async def swapping() -> None:
+        await slots.measure("one_swap_a_second", swap)
+
+    async def staging() -> None:
         update, _, _ = await bench.update()
-        staging = await window(lambda: bench.bring(update))
-    after = await window(nothing)
-    without = (before + after) / 2
-    return {
-        "backend": name,
-        "requests": requests,
-        "window_s": seconds,
-        "tokens_per_s": {
-            "without": without,
-            "one_swap_a_second": swapping,
-            "always_staging": staging,
-        },
-        "share": {
-            "one_swap_a_second": swapping / without,
-            "always_staging": None if staging is None else staging / without,
-        },
-    }
+
+        async def bring() -> None:
+            began = time.perf_counter()
+            while time.perf_counter() - began < SLOT_S:
+                await bench.bring(update)
+
+        await slots.measure("always_staging", bring)
+
+    kinds = [without, swapping, staging] if staged else [without, swapping]
+    await nothing()  # the first prefill
+    for turn in range(count):
+        work.check()
+        for one in kinds if turn % 2 == 0 else reversed(kinds):
+            await one()
+    row = {"backend": name, "requests": requests, "slots": count, "slot_s": SLOT_S}
+    return row | slots.result("without", ("one_swap_a_second", "always_staging"))
 
 
 def measure_ceilings(nbytes: int, backends: Sequence[TransferBackend]) -> dict[str, Any]:
@@ -371,7 +416,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="swaps that do not count")
     parser.add_argument("--requests", default="13", help="requests decoding, e.g. 13 or 13,64")
     parser.add_argument("--interval", type=float, default=0.3, help="seconds between swaps")
-    parser.add_argument("--window", type=float, default=0.0, help="seconds of a throughput window")
+    parser.add_argument("--window", type=float, default=0.0, help="seconds of each throughput")
     parser.add_argument("--model", default="tiny", help="as of python -m orchestrator")
     parser.add_argument("--backends", default="auto", help="e.g. ipc,staged-ipc,native-ipc")
     parser.add_argument("--kv", default="recompute", choices=[k.value for k in KVPolicy])

@@ -33,6 +33,9 @@ def show(result: dict[str, Any]) -> None:
             "-" if speed is None else f"{speed:.3f}",
         )
     console.print(table)
+    for row in result["control"]:
+        stall = ", ".join(f"{k} {ms(row['stall_s'][k])}" for k in ("p50", "p95", "max"))
+        console.print(f"nothing swapped, {row['requests']} requests: stall {stall}")
     if result["throughput"]:
         console.print(_throughput(result["throughput"]))
     for name, top in result["ceiling"].items():
@@ -50,6 +53,8 @@ def show(result: dict[str, Any]) -> None:
             )
             console.print(f"{name}, outside the stall (p50, ms): {outside}")
             console.print(f"{name}, held more after {swaps} swaps: {_growth(method['growth'])}")
+            late = _growth(method["growth_second_half"])
+            console.print(f"{name}, of that in the second half: {late}")
     for backend, how in result["applied_by"].items():
         console.print(f"{backend} is applied by {how}")
     for backend, over in result["carried_by"].items():
@@ -66,11 +71,16 @@ def _throughput(rows: list[dict[str, Any]]) -> Any:
     for row in rows:
         speed, share = row["tokens_per_s"], row["share"]
         cells = [
-            "-" if speed[key] is None else f"{speed[key]:.0f} ({share[key]:.1%})"
+            "-" if speed[key] is None else f"{speed[key]:.0f} ({share[key]:.1%}{_error(row, key)})"
             for key in ("one_swap_a_second", "always_staging")
         ]
         table.add_row(row["backend"], str(row["requests"]), f"{speed['without']:.0f}", *cells)
     return table
+
+
+def _error(row: dict[str, Any], key: str) -> str:
+    error = row["share_error"][key]
+    return "" if error is None else f" \u00b1 {error:.1%}"
 
 
 def _buckets(top: dict[str, Any]) -> str:
