@@ -256,7 +256,7 @@ class Settings(BaseSettings):
     )
     canary_tolerance: OptFloat = _opt(
         None,
-        "largest logprob difference of engine and trainer (default: by dtype)",
+        "largest logprob difference, or twice the control if more (default: by dtype)",
         "validation",
         gt=0,
     )

@@ -76,4 +76,5 @@ class ValidationOptions:
     min_pass_rate: float = 1.0
     """Share of probes that must match the fresh engine."""
     canary_tolerance: float = 1e-3
-    """Largest absolute difference of a log-probability between engine and trainer."""
+    """Largest absolute difference of a log-probability between engine and trainer; twice that of
+    the control, where that is more."""

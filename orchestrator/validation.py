@@ -3,8 +3,9 @@
 digest: the bytes each replica received equal the bytes that were sent, tensor by tensor.
 canary: log-probabilities of fixed prompts on each replica equal those of the trainer's own
     model within a tolerance. Control: the same comparison on the weights that the engines
-    were started with, before any swap. A failed control means that the two implementations
-    differ by themselves, and the canary can tell nothing: *inconclusive*.
+    were started with, before any swap. It says how far the two implementations differ by
+    themselves; where that is a multiple of the tolerance, the canary can tell nothing:
+    *inconclusive*.
 fresh: an engine started from the checkpoint of the sent weights continues each probe that the
     swap cut, from prompt + old tokens, and must write the same new tokens.
 """
@@ -35,6 +36,10 @@ from orchestrator.types import (
 
 Logprobs = Sequence[Sequence[float]]
 
+CONTROL_MAX = 4.0
+"""Times the tolerance that the canary's control may differ."""
+CONTROL_MARGIN = 2.0
+"""Times the control's difference that a swap may differ: rounding errors vary with the weights."""
 FRESH_CLOSE_S = 15.0
 """Seconds for a fresh engine to close; nothing waits for it but the verdict."""
 
@@ -224,7 +229,9 @@ class Validator:
             return CheckResult("canary", Verdict.SKIPPED)
         tolerance = self.options.canary_tolerance
         difference = await self._difference()
-        control_ok = self._control is not None and self._control <= tolerance
+        control_ok = self._control is not None and self._control <= CONTROL_MAX * tolerance
+        if self._control is not None and control_ok:
+            tolerance = max(tolerance, CONTROL_MARGIN * self._control)
         if difference <= tolerance and control_ok:
             verdict = Verdict.MATCH
         else:

@@ -199,6 +199,27 @@ async def test_a_canary_whose_control_failed_can_tell_nothing(same_weights: bool
     assert result.detail["control_max_abs_diff"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("control", "swapped", "verdict"),
+    [
+        (0.0, 0.0009, Verdict.MATCH),
+        (0.0, 0.0011, Verdict.MISMATCH),
+        (0.003, 0.0059, Verdict.MATCH),
+        (0.003, 0.0061, Verdict.MISMATCH),
+        (0.0039, 0.0, Verdict.MATCH),
+        (0.0041, 0.0, Verdict.INCONCLUSIVE),
+    ],
+)
+async def test_what_a_swap_may_differ_by_follows_the_control(
+    control: float, swapped: float, verdict: Verdict
+) -> None:
+    parts = Parts(CANARY, offsets=(0.0, control))
+    await parts.start(same_weights=True)
+    await parts.validator.control()
+    parts.engines[1].logprob_offset = swapped
+    assert (await parts.validator.canary()).verdict is verdict
+
+
 async def test_a_canary_without_a_control_is_inconclusive() -> None:
     parts = Parts(CANARY)
     await parts.start(same_weights=True)
