@@ -57,13 +57,8 @@ class Swap:
         self._settled = version is None
         self._through: set[Live] = set()
         self._stalls: list[float] = []
-        self._asked: dict[Live, tuple[float, int]] = {}
-        """When each wrote last before the engine core was asked to swap, and its tokens then."""
-        if version is not None:
-            frozen = tuple(frozen)
-            self._asked = {
-                one: (one.last_at, len(one.token_ids)) for one in frozen if one.last_at is not None
-            }
+        self._longest: dict[Live, float] = {}
+        """Longest gap of each since the engine core was asked to swap."""
         self._resumed_at: float | None = None
         self._first_at: float | None = None
         self._all_seen = asyncio.Event()
@@ -96,18 +91,18 @@ class Swap:
             return False
         if self.version is not None:
             # Tokens of the step that was under way may come behind the word that all is done.
-            if self._before(version) or not self._before(live.version):
+            if self._before(version):  # what delays it is the swap's doing too
+                self._longest[live] = max(now - live.last_at, self._longest.get(live, 0.0))
+                return False
+            if not self._before(live.version):
                 return False
         elif self._resumed_at is None or live not in self._waiting:
             return False
         if self._first_at is None:
             self._first_at = now
-        usual = self._usual_gap if (gap := live.median_gap) is None else gap
-        seconds = now - live.last_at - usual
-        if live in self._asked:
-            # What delays a token of the step that was under way is the swap's doing too.
-            asked_at, had = self._asked[live]
-            seconds = max(seconds, now - asked_at - usual * (len(live.token_ids) - had + 1))
+        usual = self._usual_gap if (median := live.median_gap) is None else median
+        longest = max(now - live.last_at, self._longest.pop(live, 0.0))
+        seconds = longest - usual
         live.stalls.append(Stall(self.sync_id, max(0.0, seconds)))
         self._stalls.append(live.stalls[-1].seconds)
         self._through.add(live)

@@ -20,16 +20,18 @@ class Load:
         self, engines: Sequence[Engine], prompts: Sequence[Prompt], count: int, tokens: int
     ) -> None:
         self._engines, self._prompts, self._tokens = engines, prompts, tokens
+        self._count = count
         self._tasks = [asyncio.create_task(self._lane(i)) for i in range(count)]
 
     async def _lane(self, lane: int) -> None:
+        # Ends spread over time: requests that all end together are no load at all, then a burst.
+        first = max(1, self._tokens * (lane + 1) // self._count)
         turn = 0
         while True:
             request = GenerationRequest(
                 f"load-{id(self)}-{lane}-{turn}",
                 self._prompts[lane % len(self._prompts)],
-                # Staggered ends: a fleet whose requests all end together is not under load.
-                max_tokens=self._tokens - 7 * (lane % 5),
+                max_tokens=first if turn == 0 else self._tokens,
                 temperature=1.0,
                 seed=1000 * lane + turn,
                 ignore_eos=True,

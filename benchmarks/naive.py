@@ -27,6 +27,9 @@ from orchestrator.types import (
 )
 
 SLEEP_S = 5.0
+WATCH_S = 0.1
+OUTPUTS = 3
+"""Usual from the asking for a swap to the first token after it: two steps are under way."""
 
 
 class BenchmarkEngineActor(EngineActor):
@@ -41,11 +44,16 @@ class BenchmarkEngineActor(EngineActor):
 
     @at_home
     async def nothing_swapped(self, ctx: OpContext) -> tuple[float, ...]:
-        """What a swap that does nothing would have cost each request that writes now."""
-        ledger = self._requests.ledger
-        moment = ledger.freeze("nothing")
-        ledger.resumed(time.perf_counter())
-        return (await moment.first_tokens()).stalls
+        """What a swap that does nothing would have cost each request that writes now: its longest
+        gap of the next ``OUTPUTS`` less the median."""
+        live = [one for one in self._requests.ledger.live.values() if one.gaps]
+        had = [(len(one.token_ids), one.median_gap or 0.0) for one in live]
+        await asyncio.sleep(WATCH_S)
+        found = []
+        for one, (tokens, usual) in zip(live, had, strict=True):
+            if new := len(one.token_ids) - tokens:
+                found.append(max(0.0, max(list(one.gaps)[-new:][:OUTPUTS]) - usual))
+        return tuple(found)
 
     @at_home
     async def written(self, ctx: OpContext) -> tuple[float, int]:

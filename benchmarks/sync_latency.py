@@ -54,6 +54,8 @@ from orchestrator.validation import Validator, explain
 
 DECODE_TOKENS = {"cpu": 192, "gpu": 768}
 """Longest request of the load: a second or more of decoding."""
+MOMENTS = 50
+"""At which nothing is swapped, for the control."""
 SLOT_S = 1.0
 """Of a throughput's alternating slots."""
 
@@ -275,19 +277,14 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> Result:
 
 async def control(bench: Bench, work: Load, requests: int) -> dict[str, Any]:
     """What requests stall while nothing is swapped: of a stall, that much is not the swap's."""
-    options = bench.options
     stalls: list[float] = []
-    for turn in range(options.warmup + options.swaps):
-        await asyncio.sleep(options.interval)
+    await asyncio.sleep(SLOT_S)  # the first prefill
+    moments = min(MOMENTS, bench.options.swaps)
+    for _ in range(moments):
         work.check()
         seen = [await engine.nothing_swapped() for engine in bench.engines]
-        if turn >= options.warmup:
-            stalls += (stall for of_one in seen for stall in of_one)
-    return {
-        "requests": requests,
-        "moments": options.swaps,
-        "stall_s": asdict(stall_stats(stalls)),
-    }
+        stalls += (stall for of_one in seen for stall in of_one)
+    return {"requests": requests, "moments": moments, "stall_s": asdict(stall_stats(stalls))}
 
 
 async def swaps(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
 
 import pytest
 import ray.exceptions as rex
+from hypothesis import given
+from hypothesis import strategies as st
 
 from actors.home import HomeLoop
 from actors.processes import ProcessId, kill, tree
 from actors.remote import RemoteActor
 from actors.reporting import ActorReporter
-from actors.texts import cut_text
+from actors.texts import CONTEXT_TOKENS, cut_text
 from actors.transfer.wire_errors import from_wire, wire_errors
 from orchestrator.errors import ChannelError, EngineDied, EngineError, MidflightError, TransferError
 from orchestrator.types import OpContext
@@ -31,6 +34,54 @@ def test_pieces_joined_are_the_text_and_no_character_is_cut() -> None:
         assert text == "añb→c"
         assert "".join(pieces) == text
         assert "\ufffd" not in "".join(pieces)
+
+
+@given(
+    text=st.text(max_size=60),
+    prompt=st.binary(max_size=9),
+    cuts=st.lists(st.integers(0, 240), max_size=30),
+    odd=st.booleans(),
+)
+def test_pieces_are_those_of_decoding_every_prefix_anew(
+    text: str, prompt: bytes, cuts: list[int], odd: bool
+) -> None:
+    """``odd``: a tokenizer that drops a leading space, as sentencepiece does."""
+    data = list(text.encode())
+    ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
+
+    def decode(ids: list[int]) -> str:
+        decoded = bytes(ids).decode(errors="replace")
+        return decoded.removeprefix(" ") if odd else decoded
+
+    context = list(prompt[-CONTEXT_TOKENS:])
+    whole = decode(context + data)
+
+    def shared(prefix: str) -> int:
+        pairs = zip(prefix.rstrip("\ufffd"), whole, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    start = shared(decode(context))
+    lengths = [start]
+    for end in ends:
+        prefix = decode(context + data[:end])
+        lengths.append(len(whole) if end == len(data) else max(lengths[-1], shared(prefix)))
+    found, pieces = cut_text(decode, list(prompt), data, ends)
+    assert found == whole[start:]
+    assert pieces == tuple(whole[a:b] for a, b in itertools.pairwise(lengths))
+
+
+def test_a_request_of_many_swaps_is_cut_in_one_pass() -> None:
+    decoded = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return bytes(ids).decode()
+
+    data = list(b"abcdefgh" * 100)
+    text, pieces = cut_text(decode, [65], data, list(range(10, 801, 10)))
+    assert ("".join(pieces), {len(piece) for piece in pieces}) == (text, {10})
+    assert decoded < 4 * len(data)
 
 
 def test_transfer_errors_cross_an_rpc_that_only_carries_text() -> None:
