@@ -31,8 +31,11 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait
 
 from orchestrator.cycle import SwapCycle
 from orchestrator.errors import ConfigError, EngineDied, MidflightError, TrainerError
+from orchestrator.events import ReplicaAdmitted, ReplicaDied
 from orchestrator.fleet import CLOSE_S, Fleet
+from orchestrator.life import Life
 from orchestrator.machine import Guard, SwapMachine, Trigger
+from orchestrator.observers import Observers
 from orchestrator.options import RecoveryOptions
 from orchestrator.protocols import Digests, Engine, EngineMaker
 from orchestrator.replica import Replica
@@ -63,19 +66,16 @@ class Recovery:
         cycle: SwapCycle,
         machine: SwapMachine,
         lock: asyncio.Lock,
+        life: Life,
+        observers: Observers,
         *,
         make: EngineMaker | None,
         starting_s: float,
         up: Callable[[Engine, EngineInfo], None],
-        died: Callable[[str, str], None],
-        admitted: Callable[[Replica, float], None],
-        hopeless: Callable[[BaseException], None],
-        over: Callable[[], bool],
     ) -> None:
         self._options, self._fleet, self._cycle, self._machine = options, fleet, cycle, machine
         self._lock, self._make, self._starting_s = lock, make, starting_s
-        self._up, self._died, self._hopeless = up, died, hopeless
-        self._admitted, self._over = admitted, over
+        self._up, self._life, self._observers = up, life, observers
         self._places: dict[str, _Place] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: set[Engine] = set()
@@ -105,6 +105,11 @@ class Recovery:
     def tries(self) -> int:
         """How often something that failed is tried again."""
         return self._options.attempts
+
+    @property
+    def nowhere(self) -> bool:
+        """No replica serves the committed version any more, and no trainer has it."""
+        return not self._fleet.serving and self.staged != self.committed
 
     def restaged(self, version: PolicyVersion, sent: Digests) -> None:
         """A new trainer staged what should be ``version``: usable if it is what was committed.
@@ -136,7 +141,7 @@ class Recovery:
         cause = replica.lost or "it is gone"
         place.losses += 1
         place.reason = place.reason or EngineDied(replica.name, cause)
-        self._died(replica.name, cause)
+        self._observers.tell(ReplicaDied, replica.name, cause)
         if self._closing:
             return
         if place.losses > self._options.attempts or self._make is None:
@@ -157,7 +162,7 @@ class Recovery:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._hopeless(error)
+            self._life.fail(error)
 
     async def _follow(self, place: _Place, replica: Replica) -> None:
         """Close what was lost, so that its memory and devices are free, and start another."""
@@ -207,7 +212,7 @@ class Recovery:
         if self._fleet.heals and not self._fleet.serving:
             self._fleet.heals = False
             self._fleet.change()
-            self._hopeless(error)
+            self._life.fail(error)
 
     def steady(self) -> None:
         """A swap is through: what went wrong before with whom it found serving counts no more."""
@@ -230,7 +235,7 @@ class Recovery:
         fleet.heals = False
         fleet.change()
         reasons = [p.reason for p in self._places.values() if p.given_up and p.reason]
-        self._hopeless(reasons[0] if reasons else MidflightError("no replica is left"))
+        self._life.fail(reasons[0] if reasons else MidflightError("no replica is left"))
 
     # What was fenced
 
@@ -242,7 +247,7 @@ class Recovery:
 
     def due(self) -> bool:
         """Whether a fenced replica can be brought back now."""
-        if self._over():
+        if self._life.over:
             return False  # a swap that is being ended has let go of the lock already
         joining, version = self._fleet.joining, self._fleet.version
         known = self.staged is not None and self.staged == self.committed
@@ -322,7 +327,8 @@ class Recovery:
     def served(self, replica: Replica) -> None:
         """``replica`` was admitted."""
         now = asyncio.get_running_loop().time()
-        self._admitted(replica, now - (now if replica.since is None else replica.since))
+        seconds = now - (now if replica.since is None else replica.since)
+        self._observers.tell(ReplicaAdmitted, replica.name, self._fleet.version, seconds)
         replica.since = None
 
     # The end

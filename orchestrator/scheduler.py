@@ -1,4 +1,4 @@
-"""The Orchestrator: owns every task of a run and wires the parts; no part knows it.
+"""The Orchestrator: wires the parts of a run; no part knows it.
 
 Tasks and what they wait for:
 
@@ -7,12 +7,11 @@ Tasks and what they wait for:
     source    submits rollouts: waits for a free slot and credit; unblocked by requests ending
     requests  one a rollout or probe: waits for the engine
     swap      one at a time: waits as ``cycle`` says
-
     heal      see ``recovery``
 
-A watch or the source that fails cancels the host: nothing idles on after a background task
-died. A replica that died is replaced instead, where that is wanted. Leaving the block stops
-everything in a fixed order, within ``timeouts.stopping``.
+A watch or the source that fails ends the run, see ``life``; a replica that died is replaced
+instead, where that is wanted. Leaving the block stops everything in a fixed order, within
+``timeouts.stopping``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -32,16 +31,11 @@ from orchestrator.errors import (
     Closed,
     ConfigError,
     EngineDied,
-    IllegalTransition,
-    MidflightError,
-    SyncBusy,
     TrainerDied,
 )
 from orchestrator.events import (
     EngineStarted,
-    Event,
     Observer,
-    ReplicaAdmitted,
     ReplicaDied,
     RolloutConsumed,
     RolloutFinished,
@@ -50,7 +44,9 @@ from orchestrator.events import (
     TrainerStarted,
 )
 from orchestrator.fleet import Fleet
+from orchestrator.life import Life, outcome_of
 from orchestrator.machine import Guard, SwapMachine, Transition, Trigger
+from orchestrator.observers import Observers
 from orchestrator.options import (
     GenerationOptions,
     RecoveryOptions,
@@ -67,6 +63,7 @@ from orchestrator.protocols import (
     TrainerMaker,
     WeightSender,
 )
+from orchestrator.publishing import Publisher
 from orchestrator.recovery import Recovery
 from orchestrator.resume import RunKeeper
 from orchestrator.rollouts import RolloutSource
@@ -74,9 +71,7 @@ from orchestrator.swaps import Swaps
 from orchestrator.tasks import (
     all_or_first_error,
     deadline,
-    first_error,
     settle,
-    uninterrupted,
 )
 from orchestrator.train_loop import TrainLoop
 from orchestrator.types import (
@@ -90,7 +85,6 @@ from orchestrator.types import (
     Strategy,
     SyncReport,
     TransferBackend,
-    WeightUpdate,
 )
 from orchestrator.validation import Validator
 
@@ -104,10 +98,6 @@ def _clock() -> float:
         return asyncio.get_running_loop().time()
     except RuntimeError:
         return time.monotonic()
-
-
-def _is_cancel(error: BaseException) -> bool:
-    return isinstance(error, (asyncio.CancelledError, KeyboardInterrupt))
 
 
 class Orchestrator:
@@ -163,7 +153,8 @@ class Orchestrator:
         )
         self._generation = generation or GenerationOptions()
         self._options = validation or ValidationOptions(canary=False, fresh=False)
-        self._observers = tuple(observers)
+        self._observers = Observers(observers, self._op)
+        self._life = Life(self._release, self._behind)
         if self._options.fresh and not isinstance(trainer, Trainer):
             raise ConfigError(
                 f"the fresh check needs a trainer that saves checkpoints; {type(trainer).__name__} "
@@ -186,39 +177,36 @@ class Orchestrator:
             factory=engine_factory,
             canary_prompts=(probes or prompts)[:4],
         )
+        tell = self._observers.tell
         self._source = RolloutSource(
             prompts,
             self._generation,
             self._fleet.generate,
             lambda: self._fleet.version,
-            on_finished=lambda r: self._emit(RolloutFinished(time.time(), self._op(), r)),
-            on_consumed=lambda r, ok: self._emit(RolloutConsumed(time.time(), self._op(), r, ok)),
+            on_finished=lambda r: tell(RolloutFinished, r),
+            on_consumed=lambda r, ok: tell(RolloutConsumed, r, ok),
             start=resume.source if resume else None,
         )
         self._probes = Probes(
             probes,
             self._swap.pause_after_tokens + self._generation.probe_tokens,
             self._fleet,
-            on_finished=lambda r: self._emit(RolloutFinished(time.time(), self._op(), r)),
-            on_ended=self._background_ended,
+            on_finished=lambda r: tell(RolloutFinished, r),
+            on_ended=self._life.ended,
         )
         self._cycle = SwapCycle(self._machine, self._fleet, trainer, self._validator, self._swap)
-        self._sync_lock = asyncio.Lock()
+        lock = asyncio.Lock()
         self._recovery = Recovery(
             recovery or RecoveryOptions(),
             self._fleet,
             self._cycle,
             self._machine,
-            self._sync_lock,
+            lock,
+            self._life,
+            self._observers,
             make=replace_engine,
             starting_s=self._swap.timeouts.starting,
             up=self._up,
-            died=lambda name, cause: self._emit(ReplicaDied(time.time(), self._op(), name, cause)),
-            admitted=lambda r, seconds: self._emit(
-                ReplicaAdmitted(time.time(), self._op(), r.name, self._fleet.version, seconds)
-            ),
-            hopeless=self._fail,
-            over=lambda: self._over,
         )
         self._cycle.on_admitted = self._recovery.served
         self._swaps = Swaps(
@@ -230,24 +218,21 @@ class Orchestrator:
             self._probes,
             self._source,
             self._swap,
-            self._emit,
-            self._op,
+            self._observers,
         )
-        self._watchers: list[asyncio.Task[None]] = []
-        self._host: asyncio.Task[Any] | None = None
-        self._swapping: asyncio.Task[SyncReport] | None = None
-        self._fatal: BaseException | None = None
-        self._unreleased: list[str] = []
-        self._cancels = 0
-        self._interrupted = False
-        self._closing = False
-        self._left = False
-        self._releasing: asyncio.Task[None] | None = None
+        self._publisher = Publisher(
+            self.run_id,
+            self._fleet,
+            self._machine,
+            self._cycle,
+            self._swaps,
+            self._swap,
+            lock,
+            self._life,
+        )
         self._step = self._resumed_steps = resume.step if resume else 0
         self._replace_trainer = replace_trainer
         self._loop: TrainLoop | None = None
-        self._asked = 0, 0
-        """The last version that was to be published, and how often: ids must differ."""
 
     # What is going on
 
@@ -270,35 +255,15 @@ class Orchestrator:
         op = replace(current_op(), run_id=self.run_id, state=self._machine.state.value)
         return op if op.version is not None else replace(op, version=self._fleet.version)
 
-    def _emit(self, event: Event) -> None:
-        for observer in self._observers:
-            try:
-                observer(event)
-            except Exception as error:
-                # Told through the loop, not raised: a broken dashboard must not stop a swap.
-                asyncio.get_running_loop().call_exception_handler(
-                    {"message": f"observer {observer!r} failed", "exception": error}
-                )
-
     def _moved(self, move: Transition) -> None:
-        self._emit(
-            StateChanged(
-                time.time(),
-                self._op(),
-                move.source,
-                move.target,
-                move.trigger.value,
-                move.reason,
-                move.seconds,
-            )
+        self._observers.tell(
+            StateChanged, move.source, move.target, move.trigger.value, move.reason, move.seconds
         )
 
     # Life
 
     async def __aenter__(self) -> Self:
-        if self._host is not None or self._closing:
-            raise Closed("an Orchestrator is entered once; make a new one")
-        self._host = asyncio.current_task()
+        self._life.begin()
         try:
             with operation(run_id=self.run_id, state=State.STARTING.value, version=0):
                 async with deadline(
@@ -308,15 +273,15 @@ class Orchestrator:
             # Outside of that operation: requests belong to no phase, version or sync.
             with operation(run_id=self.run_id):
                 self._recovery.begin()
-                self._watch(self._source.run(), "source")
-                self._watch(self._recovery.run(), "heal")
+                self._life.watch(self._source.run(), "source")
+                self._life.watch(self._recovery.run(), "heal")
         except BaseException as error:
             await self._leave(error)
             raise AssertionError("unreachable: leaving with an error raises it") from error
         return self
 
     async def _start(self) -> None:
-        await all_or_first_error([self._start_engines(), self._start_trainer()])
+        await all_or_first_error([self._fleet.start(self._up), self._start_trainer()])
         spec = await self._fleet.open_channel(
             self._trainer,
             self._swap.backend,
@@ -326,7 +291,7 @@ class Orchestrator:
         self._swaps.nbytes = spec.nbytes
         await self._validator.control()
         if self._keeper.resumes:
-            self._emit(
+            self._observers.emit(
                 await self._keeper.bring_back(
                     self._fleet, self._trainer, self._validator, self._swap, spec.nbytes
                 )
@@ -335,66 +300,43 @@ class Orchestrator:
             self._recovery.staged = self._recovery.committed
         self._machine.fire(Trigger.START, Guard.CHANNEL_PROVED)
 
-    async def _start_engines(self) -> None:
-        await self._fleet.start(self._up)
-
     def _up(self, engine: Engine, info: EngineInfo) -> None:
         # Watched at once: it may die while the others take their minutes to start.
-        self._watch(self._watch_engine(engine), f"watch-{engine.name}")
-        self._emit(EngineStarted(time.time(), self._op(), info))
+        self._life.watch(self._watch_engine(engine), f"watch-{engine.name}")
+        self._observers.tell(EngineStarted, info)
 
     async def _start_trainer(self) -> None:
         if isinstance(self._trainer, Trainer):
             info = await self._trainer.start()
             if info is not None:
-                self._emit(TrainerStarted(time.time(), self._op(), info))
-        self._watch(self._watch_trainer(self._trainer), "watch-trainer")
+                self._observers.tell(TrainerStarted, info)
+        self._life.watch(self._watch_trainer(self._trainer), "watch-trainer")
 
-    def _watch(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(coroutine, name=name)
-        self._watchers = [w for w in self._watchers if not w.done()]
-        self._watchers.append(task)
-        task.add_done_callback(self._background_ended)
-
-    def _background_ended(self, task: asyncio.Task[Any]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is None or self._fatal is not None or self._closing:
-            return
-        swap = self._swapping
-        if swap is not None and not self._fleet.serving:
-            if not swap.done():
-                return  # the swap that fenced every replica is about to say why
-            if not swap.cancelled():
-                error = swap.exception() or error  # its caller has not been woken yet
-        self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """End the run with ``error``."""
-        if self._fatal is None and not self._closing:
-            self._fatal = error
-            self._cancel_host()
-
-    def _cancel_host(self) -> None:
-        assert self._host is not None
-        self._cancels += 1
-        self._host.cancel()
+    def _behind(self, error: BaseException) -> BaseException | None:
+        """The swap that fenced every replica knows why; what they met then is no news."""
+        swap = self._publisher.swapping
+        if swap is None or self._fleet.serving:
+            return error
+        if not swap.done():
+            return None  # it is about to say why
+        return error if swap.cancelled() else swap.exception() or error
 
     async def _watch_engine(self, engine: Engine) -> None:
         cause = await engine.wait_dead()
-        if self._closing:
+        if self._life.closing:
             return
         if self._fleet.heals:
             for replica in self._fleet.named([engine.name]):
                 self._fleet.lose(replica, cause)
             return
-        self._emit(ReplicaDied(time.time(), self._op(), engine.name, cause))
+        self._observers.tell(ReplicaDied, engine.name, cause)
         raise EngineDied(engine.name, cause)
 
     async def _watch_trainer(self, trainer: WeightSender) -> None:
         cause = await trainer.wait_dead()
-        if self._closing or trainer is not self._trainer:
+        if self._life.closing or trainer is not self._trainer:
             return
-        self._emit(ReplicaDied(time.time(), self._op(), "trainer", cause))
+        self._observers.tell(ReplicaDied, "trainer", cause)
         if self._loop is None or not self._loop.takes(cause):
             raise TrainerDied(f"trainer: {cause}")
 
@@ -408,62 +350,31 @@ class Orchestrator:
 
     async def aclose(self) -> None:
         """Release everything. Idempotent; leaving the ``async with`` block calls it."""
-        await uninterrupted(self._released())
+        await self._life.release()
 
     def interrupt(self) -> None:
         """End the run now: the host is cancelled; what requests have is kept. Idempotent."""
-        if not self._interrupted and not self._left and self._host is not None:
-            self._interrupted = True
-            self._cancel_host()
+        self._life.interrupt()
 
     async def _leave(self, error: BaseException | None) -> None:
         """Release everything, then raise the error that mattered, if any."""
-        assert self._host is not None
-        try:
-            await uninterrupted(self._released(error))
-        except asyncio.CancelledError as late:
-            if error is None or isinstance(error, Closed):
-                error = late
-        self._left = True
-        for _ in range(self._cancels):
-            self._host.uncancel()
-        if isinstance(error, BaseExceptionGroup):
-            error = first_error(error)
-        # The host was cancelled because of it; an error of the host's own says more.
-        if self._fatal is not None and (error is None or _is_cancel(error)):
-            error = self._fatal
-        if error is None and self._unreleased:
-            error = MidflightError(
-                f"the run is done, but something of it may be left: {'; '.join(self._unreleased)}. "
-                "Look for its processes"
-            )
-        if error is None:
-            outcome = Outcome.COMPLETED
-        elif _is_cancel(error):
-            outcome = Outcome.INTERRUPTED
-        else:
-            outcome = Outcome.FAILED
+        error = await self._life.leave(error)
+        outcome = outcome_of(error)
         failure = error if outcome is Outcome.FAILED else None
-        self._emit(RunEnded(time.time(), self._op(), outcome, self._fleet.version, failure))
+        self._observers.tell(RunEnded, outcome, self._fleet.version, failure)
         if error is not None:
             raise error
 
-    async def _released(self, error: BaseException | None = None) -> None:
-        """Release everything once; who comes second waits for it too."""
-        if self._releasing is None:
-            self._closing = True
-            self._releasing = asyncio.create_task(self._release(error), name="release")
-        await asyncio.wait([self._releasing])
-        self._releasing.result()
+    async def _release(self, error: BaseException | None, failed: bool) -> list[str]:
+        """Requests hand over what they have, then everything goes; within ``stopping``.
 
-    async def _release(self, error: BaseException | None) -> None:
-        """Requests hand over what they have, then everything goes; within ``stopping``."""
+        What may be left of the run."""
         budget = self._swap.timeouts.stopping
-        failed = self._fatal is not None or not (error is None or _is_cancel(error))
+        swapping = self._publisher.swapping
         with operation(run_id=self.run_id):
-            if self._swapping is not None:
-                self._swapping.cancel()
-                await asyncio.wait([self._swapping], timeout=budget / 8)
+            if swapping is not None:
+                swapping.cancel()
+                await asyncio.wait([swapping], timeout=budget / 8)
             if self._machine.state is not State.STARTING:
                 self._source.stop()
                 with contextlib.suppress(Exception):
@@ -484,14 +395,15 @@ class Orchestrator:
             # A GPU may take its time to be left, and after a good end there is time.
             seconds = 2 * budget if error is None and not failed else budget / 2
             closed, late = await asyncio.wait(closing, timeout=seconds)
-            self._unreleased = [
+            left = [
                 *(str(e) for task in closed if (e := task.exception()) is not None),
                 *(f"not closed within {seconds:g} s" for _ in late),
             ]
-            owned: list[asyncio.Task[Any]] = [*closing, *self._probes.running, *self._watchers]
-            if self._swapping is not None:
-                owned.append(self._swapping)  # its calls ended with the engines
+            owned: list[asyncio.Task[Any]] = [*closing, *self._probes.running]
+            if swapping is not None:
+                owned.append(swapping)  # its calls ended with the engines
             await settle(owned)
+            return left
 
     # The job
 
@@ -525,14 +437,9 @@ class Orchestrator:
                 self._generation,
                 self._options,
                 self._swap.timeouts,
-                swap=lambda step, fresh: self._swap_once(step, fresh=fresh, wait=True),
-                finish=self._finish_swap,
+                self._publisher,
+                self._observers,
                 adopt=self._adopt,
-                lost=self._swaps.lost,
-                lock=self._sync_lock,
-                over=lambda: self._over,
-                emit=self._emit,
-                op=self._op,
             )
         return self._loop
 
@@ -541,11 +448,7 @@ class Orchestrator:
         self._trainer = self._cycle.sender = self._swaps.trainer = trainer
         if self._validator.scorer is not None:
             self._validator.scorer = trainer
-        self._watch(self._watch_trainer(trainer), "watch-trainer")
-
-    async def _finish_swap(self, committed: SyncReport, fresh: bool) -> SyncReport:
-        async with self._sync_lock:
-            return await self._swaps.finish(committed, fresh=fresh and self._options.fresh)
+        self._life.watch(self._watch_trainer(trainer), "watch-trainer")
 
     # One swap
 
@@ -562,74 +465,7 @@ class Orchestrator:
         """
         with operation(run_id=self.run_id):
             fresh = self._options.fresh
-            return await self._swap_once(None, fresh=fresh, wait=wait, version=version)
-
-    async def _swap_once(
-        self, step: int | None, *, fresh: bool, wait: bool, version: int | None = None
-    ) -> SyncReport:
-        self._refuse_when_over()
-        if self._sync_lock.locked() and not wait:
-            raise SyncBusy(f"a swap to version {self.version + 1} is running: wait for it")
-        async with self._sync_lock:
-            self._refuse_when_over()  # it may have ended while this waited
-            healing = self.state is State.RECOVERING and self._fleet.heals
-            if self.state is not State.GENERATING and not healing:
-                fenced = ", ".join(self._fleet.fenced)
-                why = f"{fenced} must not serve" if fenced else "enter the orchestrator first"
-                raise IllegalTransition(self.state, Trigger.PAUSE, why)
-            current = self._fleet.version
-            target = PolicyVersion(current + 1 if version is None else version)
-            if target <= current:
-                raise ConfigError(
-                    f"version {target} is not newer than {current}, which is published: versions "
-                    "only go up"
-                )
-            nth = self._asked[1] + 1 if self._asked[0] == target else 1
-            self._asked = target, nth
-            again = f"~{nth}" if nth > 1 else ""
-            update = WeightUpdate(
-                sync_id=f"{self.run_id}-s{target}{again}",
-                from_version=current,
-                version=target,
-                step=step or target,
-                backend=self._swap.backend,
-                pause_mode=self._swap.pause_mode,
-                kv_policy=self._swap.kv_policy,
-                staged=self._swap.staged,
-            )
-            with operation(sync_id=update.sync_id, version=target, step=update.step):
-                swap = self._swapping = asyncio.create_task(
-                    self._swaps.run(
-                        update, scheduled=step is not None, fresh=fresh and self._options.fresh
-                    ),
-                    name=update.sync_id,
-                )
-                try:
-                    return await asyncio.shield(swap)
-                except asyncio.CancelledError:
-                    caller = asyncio.current_task()
-                    if swap.cancelled() and caller is not None and not caller.cancelling():
-                        raise Closed(f"closed during the swap to version {target}") from None
-                    calling_off = (State.GENERATING, State.PAUSING, State.VALIDATING)
-                    waits = self.state is State.RECOVERING and not self._swaps.applying
-                    if waits or (self.state in calling_off and not self._cycle.committing):
-                        swap.cancel()
-                    # An impatient second cancel must not let the next swap in. When all is
-                    # over, the release ends the swap.
-                    while not (swap.done() or self._over):
-                        with contextlib.suppress(asyncio.CancelledError):
-                            await asyncio.wait([swap])
-                    if swap.done() and not swap.cancelled():
-                        swap.exception()  # retrieved: SwapFailed has told it
-                    raise
-
-    @property
-    def _over(self) -> bool:
-        return self._closing or self._interrupted or self._fatal is not None
-
-    def _refuse_when_over(self) -> None:
-        if self._over:
-            raise Closed("no swap starts any more: the orchestrator is closed or about to be")
+            return await self._publisher.publish(None, fresh=fresh, wait=wait, version=version)
 
     async def rollouts(self) -> AsyncIterator[Rollout]:
         """Finished rollouts as they come, group by group, each with its staleness.

@@ -8,8 +8,7 @@ checked yet is checked.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.context import operation
@@ -21,8 +20,9 @@ from orchestrator.errors import (
     TrainerDied,
     ValidationFailed,
 )
-from orchestrator.events import Event, PrefetchStarted, SwapDone, SwapFailed
+from orchestrator.events import PrefetchStarted, SwapDone, SwapFailed
 from orchestrator.fleet import Fleet
+from orchestrator.observers import Observers
 from orchestrator.options import SwapOptions
 from orchestrator.probes import Probe, Probes, wrote_under
 from orchestrator.protocols import Digests, Trainer, WeightSender
@@ -32,7 +32,6 @@ from orchestrator.tasks import deadline
 from orchestrator.types import (
     CheckResult,
     KVPolicy,
-    OpContext,
     PauseMode,
     State,
     SyncReport,
@@ -71,14 +70,13 @@ class Swaps:
         probes: Probes,
         source: RolloutSource,
         options: SwapOptions,
-        emit: Callable[[Event], None],
-        op: Callable[[], OpContext],
+        observers: Observers,
     ) -> None:
         self.trainer = trainer
         self._fleet, self._cycle = fleet, cycle
         self._validator, self._recovery = validator, recovery
         self._probes, self._source, self._options = probes, source, options
-        self._emit, self._op = emit, op
+        self._observers = observers
         self.nbytes = 0
         """Bytes of one update."""
         self.applying = False
@@ -110,7 +108,7 @@ class Swaps:
             self._recovery.settle_state()
             raise
         self._recovery.steady()
-        self._emit(SwapDone(time.time(), self._op(), report))
+        self._observers.tell(SwapDone, report)
         return report
 
     async def finish(self, committed: SyncReport, *, fresh: bool) -> SyncReport:
@@ -119,11 +117,6 @@ class Swaps:
         sent = known[1] if known is not None else {}
         swap = _Swap(committed.update, False, fresh, sent, report=committed)
         return await self._tried(swap)
-
-    def lost(self) -> bool:
-        """The committed version is nowhere any more: no replica serves it, no trainer has it."""
-        recovery = self._recovery
-        return not self._fleet.serving and recovery.staged != recovery.committed
 
     def _may_help(self, error: BaseException) -> bool:
         """A dead trainer has nothing to send; anything else is not about the swap."""
@@ -164,7 +157,7 @@ class Swaps:
             await self._fleet.until_members()  # ends with the tries of recovery
             async with deadline(State.GENERATING, seconds, lambda: waiting):
                 if update.at_hand:
-                    self._emit(PrefetchStarted(time.time(), self._op(), update))
+                    self._observers.tell(PrefetchStarted, update)
                 prefetch_s = await self._cycle.prefetch(update)
                 if swap.scheduled and swap.probes is None:
                     tokens = self._options.pause_after_tokens
@@ -227,7 +220,7 @@ class Swaps:
         try:
             yield
         except BaseException as error:
-            self._emit(SwapFailed(time.time(), self._op(), error, self._fleet.fenced))
+            self._observers.tell(SwapFailed, error, self._fleet.fenced)
             raise
 
     async def _fresh(self, update: WeightUpdate, probes: Sequence[Probe]) -> CheckResult:

@@ -8,9 +8,7 @@ taken twice, none is lost. Without checkpoints a dead trainer ends the run.
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from orchestrator.context import operation
@@ -23,17 +21,18 @@ from orchestrator.errors import (
     TrainerError,
     ValidationFailed,
 )
-from orchestrator.events import Event, TrainerStarted, TrainStepDone
+from orchestrator.events import TrainerStarted, TrainStepDone
 from orchestrator.fleet import CLOSE_S, Fleet
+from orchestrator.observers import Observers
 from orchestrator.options import GenerationOptions, ValidationOptions
 from orchestrator.protocols import Resumable, Trainer, TrainerMaker
+from orchestrator.publishing import Publisher
 from orchestrator.recovery import Recovery
 from orchestrator.resume import RunKeeper
 from orchestrator.rollouts import RolloutSource
 from orchestrator.swaps import by_trainer
 from orchestrator.tasks import close_within, deadline, uninterrupted
 from orchestrator.types import (
-    OpContext,
     PhaseTimeouts,
     Rollout,
     State,
@@ -41,13 +40,9 @@ from orchestrator.types import (
     TrainStats,
 )
 
-SwapStep = Callable[[int, bool], Awaitable[object]]
-"""Publish the weights of a step; whether with the fresh check."""
-
 
 class TrainLoop:
-    """See the module. ``adopt`` makes a new trainer everybody's; ``finish`` ends a swap whose
-    trainer died after the commit."""
+    """See the module. ``adopt`` makes a new trainer everybody's."""
 
     def __init__(
         self,
@@ -60,23 +55,16 @@ class TrainLoop:
         generation: GenerationOptions,
         validation: ValidationOptions,
         timeouts: PhaseTimeouts,
+        publisher: Publisher,
+        observers: Observers,
         *,
-        swap: SwapStep,
-        finish: Callable[[SyncReport, bool], Awaitable[object]],
         adopt: Callable[[Trainer], None],
-        lost: Callable[[], bool],
-        lock: asyncio.Lock,
-        over: Callable[[], bool],
-        emit: Callable[[Event], None],
-        op: Callable[[], OpContext],
     ) -> None:
         self._trainer, self._make = trainer, make
         self._source, self._fleet = source, fleet
         self._recovery, self._keeper = recovery, keeper
         self._generation, self._validation, self._timeouts = generation, validation, timeouts
-        self._swap, self._finish, self._adopt = swap, finish, adopt
-        self._emit, self._op = emit, op
-        self._nowhere, self._lock, self._over = lost, lock, over
+        self._publisher, self._observers, self._adopt = publisher, observers, adopt
         self._lost: str | None = None
         self._kept: list[tuple[int, list[Rollout]]] = []
         """The batches since the last checkpoint, where they may be needed again."""
@@ -109,6 +97,7 @@ class TrainLoop:
             for step in steps:
                 every = self._validation.fresh_every
                 fresh = step == steps[-1] or (every > 0 and step % every == 0)
+                fresh = fresh and self._validation.fresh
                 with operation(run_id=run_id, step=step, state=State.GENERATING.value):
                     await self._step(step, fresh)
         finally:
@@ -122,7 +111,7 @@ class TrainLoop:
         while True:
             if self._lost is not None:
                 await self._replace(self._lost)
-                if self._nowhere():
+                if self._recovery.nowhere:
                     report = None  # published anew, as a version of its own
             try:
                 if self._trained < step:
@@ -130,13 +119,14 @@ class TrainLoop:
                     await self._train(batch, step)
                 if not swapped:
                     if report is None:
-                        await self._swap(step, fresh)
+                        await self._publisher.publish(step, fresh=fresh)
                     else:
-                        await self._finish(report, fresh)
+                        await self._publisher.finish(report, fresh=fresh)
                     self._committed, swapped = step, True
                 if self._keeper.due(step):
                     version = self._fleet.version
-                    self._emit(await self._keeper.save(step, version, self._trainer, self._source))
+                    written = self._keeper.save(step, version, self._trainer, self._source)
+                    self._observers.emit(await written)
                     self._kept.clear()
                 return
             except (SyncError, ValidationFailed, TrainerError) as error:
@@ -149,7 +139,7 @@ class TrainLoop:
 
     def _died(self, error: BaseException) -> bool:
         """Whether the trainer's death is behind ``error``, and another one can take over."""
-        if not self.replaces or self._over():
+        if not self.replaces or self._publisher.over:
             return False
         if self._lost is None and by_trainer(error):
             self._lost = str(error)
@@ -171,7 +161,7 @@ class TrainLoop:
         self._trained = step
         if self.replaces:
             self._kept.append((step, batch))
-        self._emit(TrainStepDone(time.time(), self._op(), stats, rewarded(stats, batch)))
+        self._observers.tell(TrainStepDone, stats, rewarded(stats, batch))
 
     # Another trainer
 
@@ -194,7 +184,7 @@ class TrainLoop:
             async with deadline(State.STARTING, self._timeouts.starting, lambda: "the trainer"):
                 info = await trainer.start()
             if info is not None:
-                self._emit(TrainerStarted(time.time(), self._op(), info))
+                self._observers.tell(TrainerStarted, info)
             await self._bring_back(trainer)
             adopted = True
         finally:
@@ -202,7 +192,7 @@ class TrainLoop:
                 await uninterrupted(close_within(trainer, 2 * CLOSE_S))
 
     def _go_on(self) -> None:
-        if self._over():
+        if self._publisher.over:
             raise Closed("no trainer starts any more: the orchestrator is closed or about to be")
 
     async def _bring_back(self, trainer: Trainer) -> None:
@@ -217,7 +207,7 @@ class TrainLoop:
             if step <= self._committed:
                 async with deadline(State.GENERATING, seconds, lambda: waiting):
                     await trainer.train(batch, step)
-        async with self._lock:  # nobody swaps or resyncs with one that is half-way
+        async with self._publisher.lock:  # nobody swaps or resyncs with one that is half-way
             self._go_on()
             version = self._fleet.version
             # The workers are still in a group with the one that is gone.

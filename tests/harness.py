@@ -14,6 +14,7 @@ from orchestrator import (
     EngineFactory,
     Event,
     GenerationOptions,
+    Observer,
     Orchestrator,
     PhaseTimeouts,
     PolicyVersion,
@@ -104,6 +105,8 @@ class Rig:
     fences: list[tuple[str, int, int]] = field(default_factory=list)
     """Engine, and from when to when it was fenced, of those that were admitted again."""
     recovery: RecoveryOptions = NO_RECOVERY
+    told: list[Observer] = field(default_factory=list)
+    """Who else is told, after the rig."""
     orchestrator: Orchestrator = field(init=False)
 
     @property
@@ -124,7 +127,12 @@ class Rig:
         return last
 
     def observe(self, event: Event) -> None:
-        """Records, and checks what must hold at this very moment."""
+        """Records, checks what must hold at this very moment, and tells who else is told."""
+        self._check(event)
+        for observer in self.told:
+            observer(event)
+
+    def _check(self, event: Event) -> None:
         version = self.orchestrator.version
         self.events.append(event)
         self.versions.append(version)

@@ -12,6 +12,7 @@ from orchestrator import (
     Checkpoints,
     EngineDied,
     EngineError,
+    Event,
     MidflightError,
     PauseMode,
     RecoveryOptions,
@@ -45,18 +46,16 @@ def a_rig(engines: int = 2, route: tuple[TransferBackend, bool] = ROUTES[0], **m
 def kill_on(rig: Rig, state: State, victim: str, *, nth: int = 1) -> None:
     """Kill ``victim`` in the very move into ``state``, the ``nth`` time."""
     left = nth
-    observe = rig.observe
 
-    def observer(event: object) -> None:
+    def observer(event: Event) -> None:
         nonlocal left
-        observe(event)  # type: ignore[arg-type]
         if isinstance(event, StateChanged) and event.target is state:
             left -= 1
             if left == 0:
                 actor = next(a for a in [*rig.engines, rig.trainer] if a.name == victim)
                 asyncio.get_running_loop().call_soon(actor.kill)
 
-    rig.orchestrator._observers = (observer,)
+    rig.told.append(observer)
 
 
 def rollouts_once(rig: Rig) -> None:

@@ -68,7 +68,7 @@ async def test_weights_of_another_step_never_serve(
                 wrong.append((e.engine, e.version))
 
     monkeypatch.setattr(FakeTrainer, "stage", noted)
-    rig.orchestrator._observers = (*rig.orchestrator._observers, watch)
+    rig.told.append(watch)
     assert await drive(rig, 4) is None
     assert wrong == []
 
@@ -311,10 +311,7 @@ async def test_rolling_a_death_in_the_second_group_does_not_fence_all() -> None:
     rig = make_rig(FakeWorld(), 4, swap=ROLLING, validation=DIGEST, recovery=TRIES, replacing=True)
     rig.world.faults.die("engine-1", "receive_update", call=2)
     serving: list[int] = []
-    rig.orchestrator._observers = (
-        *rig.orchestrator._observers,
-        lambda e: serving.append(len(rig.orchestrator._fleet.serving)),
-    )
+    rig.told.append(lambda e: serving.append(len(rig.orchestrator._fleet.serving)))
     assert await drive(rig, 3) is None
     assert min(serving) > 0
 
