@@ -10,16 +10,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors import hardware, nodes, processes
+from actors import cluster, hardware, nodes, processes
 from actors import preflight as checks
 from actors.engine_settings import EngineSettings
 from orchestrator.config import Settings
@@ -37,14 +34,6 @@ PROBES = 13
 """Prompts that also run greedily across every swap."""
 ABANDON_S = 3.0
 """What a Ray that is still starting may take when the run is over already."""
-CONNECT_S = 10.0
-"""What a Ray cluster may take to answer."""
-_GREET = """
-import sys
-from ray._private.services import canonicalize_bootstrap_address_or_die as found
-from ray._raylet import GcsClient
-GcsClient(address=found("auto") if sys.argv[1] == "auto" else sys.argv[1])
-"""
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Largest log-probability difference between two implementations of one model, by dtype."""
 
@@ -85,9 +74,10 @@ class Parts:
 
 def preflight(settings: Settings) -> Prepared:
     """Everything that can be wrong, found before anything is started (ConfigError)."""
-    if settings.ray_address is not None:
-        reachable(settings.ray_address)
-    if settings.cuda_graphs and not hardware.detect().gpus:
+    found = cluster.look(settings.ray_address) if settings.ray_address is not None else None
+    if found is None:
+        found = hardware.detect()
+    if settings.cuda_graphs and not found.gpus:
         raise ConfigError("--cuda-graphs needs a GPU and none is visible: leave it out")
     checked = checks.preflight(
         model=settings.model,
@@ -100,6 +90,7 @@ def preflight(settings: Settings) -> Prepared:
         reward=None if settings.reward == "auto" else settings.reward,
         learning_rate=settings.learning_rate,
         cache_dir=settings.cache_dir,
+        found=found,
     )
     check_executor(settings.executor, checked.gpus)
     if settings.transfer_dtype not in ("auto", checked.dtype):
@@ -127,42 +118,6 @@ def check_executor(executor: str, gpus: int) -> None:
         raise ConfigError(
             "--executor ray needs GPUs and none is visible (vLLM has no Ray executor on the CPU): "
             "use auto or mp"
-        )
-
-
-def reachable(address: str) -> None:
-    """ConfigError unless a Ray cluster answers at ``address``, within about CONNECT_S.
-
-    Ray itself would retry for minutes. Something else may listen there and say nothing; a
-    client that waits for it cannot be interrupted, so it is asked in a process of its own.
-    """
-    asked, named, problem = address, f"--ray-address {address!r}", None
-    if address == "auto" and (known := os.environ.get("RAY_ADDRESS")):
-        asked, named = known, f"{named} (RAY_ADDRESS is {known!r})"
-    try:
-        if asked != "auto":
-            host, _, port = asked.removeprefix("ray://").rpartition(":")
-            with socket.create_connection((host, int(port)), timeout=CONNECT_S):
-                pass
-        if not asked.startswith("ray://"):
-            greeted = subprocess.run(
-                [sys.executable, "-c", _GREET, asked],
-                capture_output=True,
-                text=True,
-                timeout=CONNECT_S,
-                check=False,
-            )
-            if greeted.returncode:
-                problem = (greeted.stderr.strip().splitlines() or ["it answers wrongly"])[-1]
-    except subprocess.TimeoutExpired:
-        there = "what is on this machine" if asked == "auto" else "something listens there, but"
-        problem = f"{there} gave no answer within {CONNECT_S:g} s"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    if problem is not None:
-        raise ConfigError(
-            f"no Ray cluster at {named}: {problem}. Start one with `ray start --head`, or leave "
-            "the flag out for a local one"
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actors import hardware, models
+from actors.hardware import Hardware
 from actors.prompts import load_prompts
 from actors.rewards import check_reward, default_reward, get_reward
 from orchestrator.errors import ConfigError
@@ -44,7 +45,7 @@ class Prepared:
     staged: bool
     """The bytes arrive in a second copy first; its memory must fit beside the engine's."""
     gpus: int
-    """GPUs visible here."""
+    """GPUs that the run may use."""
     rocm: bool
     max_model_len: int
     """Tokens of context the engine is started with."""
@@ -76,15 +77,15 @@ def preflight(
     learning_rate: float | None = None,
     cache_dir: Path | None = None,
     seed: int = 0,
-    gpus: int | None = None,
+    found: Hardware | None = None,
 ) -> Prepared:
     """Check and resolve it all; every problem is a ConfigError of one line.
 
     ``new_tokens``: the longest continuation any prompt will be given. ``seed`` is that of the
-    made models, not of the run. ``gpus`` overrides detection (a remote cluster's).
+    made models, not of the run. ``found``: what the run will have, if that is not this machine.
     """
-    found = hardware.detect()
-    n_gpus = len(found.gpus) if gpus is None else gpus
+    found = hardware.detect() if found is None else found
+    n_gpus = len(found.gpus)
     invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
     link, staged = hardware.split_backend(backend)
     chosen = hardware.choose_backend(link, n_gpus, rocm=found.rocm, batch_invariant=invariant)

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import psutil
 import pytest
 
 from actors import nodes
-from actors.assembly import reachable
+from actors.cluster import look
 from orchestrator.errors import ConfigError
 
 from .command import ROOT, command
@@ -29,9 +31,9 @@ NODES = 3
 
 ENV = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
 CLUSTER = """
-import sys
+import json, sys
 from ray.cluster_utils import Cluster
-size = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+size = {"num_cpus": 1, "object_store_memory": 80 * 2**20, **json.loads(sys.argv[2])}
 cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
 for _ in range(int(sys.argv[1]) - 1):
     cluster.add_node(**size)
@@ -138,10 +140,19 @@ class Running:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Running]:
-    """Three nodes of one CPU; ended by the end of its standard input."""
+    """Three nodes of one CPU."""
+    with running(ENV, NODES) as found:
+        yield found
+
+
+@contextmanager
+def running(
+    environment: dict[str, str], nodes: int, more: dict[str, object] | None = None
+) -> Iterator[Running]:
+    """A cluster of ``nodes`` of one CPU (and ``more``); ended by the end of its standard input."""
     process = subprocess.Popen(
-        python(CLUSTER, str(NODES)),
-        env={**os.environ, **ENV},
+        python(CLUSTER, str(nodes), json.dumps(more or {})),
+        env={**os.environ, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -238,7 +249,26 @@ def test_auto_finds_the_cluster_of_the_environment(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    reachable("auto")
+    found = look("auto")
+    assert found is not None
+    assert (found.cores, found.gpus) == (NODES, ())
+    assert found.cpu == f"Ray cluster of {NODES} nodes"
+
+
+def test_the_gpus_of_a_cluster_are_seen_from_a_driver_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one that wants a token, as those that `ray start` makes do."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
+    node = {"num_gpus": 3, "resources": {"accelerator_type:H200": 1}}
+    with running({**ENV, **token}, 1, node) as one:
+        for name, value in token.items():
+            monkeypatch.setenv(name, value)
+        found = look(one.address)
+        assert found is not None and found.gpus == ("H200",) * 3
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        with pytest.raises(ConfigError, match=r"does not let us in.*RAY_AUTH_MODE=token"):
+            look(one.address)
 
 
 def test_without_the_flag_no_cluster_is_attached_to(cluster: Running, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from actors import hardware
-from actors.assembly import check_executor, gpu_shares, preflight, reachable
+from actors.assembly import check_executor, gpu_shares, preflight
+from actors.cluster import look, summed
 from actors.engine_settings import EngineSettings
 from actors.trainer import TrainerActor
 from orchestrator.errors import ConfigError
@@ -38,9 +39,36 @@ def test_nobody_at_the_address_of_the_cluster_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*refused.*ray start --head"):
-        reachable(f"127.0.0.1:{port}")
+        look(f"127.0.0.1:{port}")
     with pytest.raises(ConfigError, match="no Ray cluster at --ray-address 'nowhere'"):
-        reachable("nowhere")
+        look("nowhere")
+
+
+def test_a_cluster_is_the_sum_of_its_nodes() -> None:
+    nodes = [
+        {"CPU": 64.0, "GPU": 8.0, "memory": 2.0**40, "accelerator_type:H200": 1.0},
+        {"CPU": 8.0, "memory": 2.0**34},
+        {"CPU": 16.0, "GPU": 1.0},
+    ]
+    found = summed(nodes)
+    assert (found.gpus, found.cores, found.rocm) == (("H200",) * 8 + ("GPU",), 88, False)
+    assert found.describe() == "Ray cluster of 3 nodes, 88 cores, 1040 GB, 1 x GPU, 8 x H200"
+    assert summed([{"GPU": 1.0, "accelerator_type:AMD-Instinct-MI300X-OAM": 1.0}]).rocm
+    assert summed([{"CPU": 2.0}]).gpus == ()
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [((), "gloo"), (("H200",) * 2, "nccl")])
+def test_what_the_cluster_has_decides_not_what_the_driver_has(
+    gpus: tuple[str, ...], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = hardware.Hardware("driver", 1, 1.0, ("T4",))
+    there = hardware.Hardware("cluster", 1, 1.0, gpus)
+    monkeypatch.setattr("actors.assembly.cluster.look", lambda address: there)
+    monkeypatch.setattr(hardware, "detect", lambda: here)
+    prepared = preflight(load({"ray_address": "head:6379"}, None))
+    assert (prepared.backend, prepared.checked.gpus) == (backend, len(gpus))
+    assert prepared.checked.hardware.startswith("cluster")
+    assert preflight(load({}, None)).backend is TransferBackend.IPC
 
 
 def test_a_trainer_that_must_ask_ray_for_its_address_needs_ray(

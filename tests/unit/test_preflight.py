@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.hardware import Hardware
 from actors.preflight import DEFAULT_CONTEXT, preflight
 from orchestrator.errors import ConfigError
 from orchestrator.types import TransferBackend
@@ -25,6 +26,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+NO_GPU = Hardware("a CPU", 2, 24.0)
+TWO_GPUS = Hardware("a CPU", 2, 24.0, ("H200", "H200"))
+
+
 def edited(folder: Path, target: Path, **changes: object) -> str:
     target.mkdir()
     for path in folder.iterdir():
@@ -37,7 +42,7 @@ def edited(folder: Path, target: Path, **changes: object) -> str:
 
 def test_a_run_on_cpus_is_prepared(built: Path) -> None:
     run = preflight(
-        model=str(built / "base"), trainer_model=str(built / "tuned"), new_tokens=110, gpus=0
+        model=str(built / "base"), trainer_model=str(built / "tuned"), new_tokens=110, found=NO_GPU
     )
     assert (run.engine_path, run.trainer_path) == (built / "base", built / "tuned")
     assert run.backend is TransferBackend.GLOO
@@ -49,7 +54,7 @@ def test_a_run_on_cpus_is_prepared(built: Path) -> None:
 
 def test_a_cast_on_the_wire_is_declared(built: Path) -> None:
     """Case 10: trainer float32, engine bfloat16."""
-    run = preflight(model=str(built / "base"), new_tokens=1, gpus=2)
+    run = preflight(model=str(built / "base"), new_tokens=1, found=TWO_GPUS)
     assert run.backend is TransferBackend.NCCL
     assert (run.dtype, run.wire_dtype, run.trainer_dtype) == ("bfloat16", "bfloat16", "float32")
     assert run.trainer_path == run.engine_path
@@ -82,7 +87,7 @@ def test_nothing_heavy_is_imported(built: Path) -> None:
     ],
 )
 def test_a_wrong_setting_is_refused(built: Path, settings: dict[str, object], words: str) -> None:
-    arguments = {"model": str(built / "base"), "new_tokens": 80, "gpus": 0, **settings}
+    arguments = {"model": str(built / "base"), "new_tokens": 80, "found": NO_GPU, **settings}
     with pytest.raises(ConfigError, match=words) as caught:
         preflight(**arguments)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
@@ -91,21 +96,21 @@ def test_a_wrong_setting_is_refused(built: Path, settings: dict[str, object], wo
 def test_two_models_of_different_shape_are_refused(built: Path, tmp_path: Path) -> None:
     other = edited(built / "tuned", tmp_path / "other", hidden_size=512)
     with pytest.raises(ConfigError, match=r"do not fit: hidden_size is 256 .* and 512 "):
-        preflight(model=str(built / "base"), trainer_model=other, new_tokens=1, gpus=0)
+        preflight(model=str(built / "base"), trainer_model=other, new_tokens=1, found=NO_GPU)
 
 
 def test_an_untied_copy_of_a_tied_model_is_refused(built: Path, tmp_path: Path) -> None:
     """Case 9."""
     other = edited(built / "tuned", tmp_path / "other", tie_word_embeddings=True)
     with pytest.raises(ConfigError, match="do not fit: tie_word_embeddings"):
-        preflight(model=str(built / "base"), trainer_model=other, new_tokens=1, gpus=0)
+        preflight(model=str(built / "base"), trainer_model=other, new_tokens=1, found=NO_GPU)
 
 
 def test_a_quantised_model_is_refused(built: Path, tmp_path: Path) -> None:
     """Case 14."""
     other = edited(built / "base", tmp_path / "q", quantization_config={"quant_method": "fp8"})
     with pytest.raises(ConfigError, match="is quantised"):
-        preflight(model=other, new_tokens=1, gpus=0)
+        preflight(model=other, new_tokens=1, found=NO_GPU)
 
 
 def test_batch_invariance_without_a_gpu_is_refused(
@@ -114,4 +119,4 @@ def test_batch_invariance_without_a_gpu_is_refused(
     """Case 34."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT=1 needs an NVIDIA GPU"):
-        preflight(model=str(built / "base"), new_tokens=1, gpus=0)
+        preflight(model=str(built / "base"), new_tokens=1, found=NO_GPU)
