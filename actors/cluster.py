@@ -13,13 +13,15 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from actors.hardware import Hardware
+from actors.hardware import Hardware, is_rocm
 from orchestrator.errors import ConfigError
 
 CONNECT_S = 10.0
 """What a Ray cluster may take to answer."""
 _KIND = "accelerator_type:"
 """Ray's resource that names a node's GPUs."""
+_OTHERS = ("AMD-", "Intel-")
+"""How it names those that are not NVIDIA's."""
 _ASK = """
 import json, sys
 from ray._private.services import canonicalize_bootstrap_address_or_die as found
@@ -27,7 +29,9 @@ from ray._raylet import GcsClient
 if sys.argv[1] == "auto":
     # As ray.init does it: a cluster found on this machine may have the token of this user.
     from ray._private.authentication import authentication_token_setup as tokens
-    tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    # Not in every Ray that is supported: those without it do not look for a token either.
+    if enable := getattr(tokens, "maybe_enable_token_auth_if_token_available", None):
+        enable(warn_if_disabled=False)
 address = found("auto") if sys.argv[1] == "auto" else sys.argv[1]
 nodes = GcsClient(address=address).get_all_node_info(timeout=5).values()
 print(json.dumps([dict(node.resources_total) for node in nodes if node.state == 0]))
@@ -76,7 +80,9 @@ def look(address: str) -> Hardware | None:
 
 
 def summed(nodes: Sequence[Mapping[str, float]]) -> Hardware:
-    """All ``nodes`` as one, each as Ray's resources of it.
+    """All ``nodes`` as one, each as Ray's resources of it (ConfigError for unlike GPUs).
+
+    GPUs that Ray has no name for are taken for those of this machine's maker, NVIDIA's otherwise.
 
     >>> summed([{"CPU": 4, "memory": 2**30, "GPU": 2, "accelerator_type:H200": 1}]).describe()
     'Ray cluster of 1 node, 4 cores, 1 GB, 2 x H200'
@@ -85,10 +91,17 @@ def summed(nodes: Sequence[Mapping[str, float]]) -> Hardware:
     for node in nodes:
         kinds = [key.removeprefix(_KIND) for key in node if key.startswith(_KIND)]
         gpus += [kinds[0] if kinds else "GPU"] * int(node.get("GPU", 0))
+    makers = {kind.partition("-")[0] if kind.startswith(_OTHERS) else "" for kind in gpus}
+    if len(makers) > 1 or makers - {"", "AMD"}:
+        raise ConfigError(
+            f"the Ray cluster has {', '.join(sorted(set(gpus)))}: GPUs must be NVIDIA's or AMD's, "
+            "and of one maker. Choose nodes of one kind"
+        )
+    rocm = makers == {"AMD"} or (set(gpus) == {"GPU"} and is_rocm())
     return Hardware(
         cpu=f"Ray cluster of {len(nodes)} node{'s' if len(nodes) != 1 else ''}",
         cores=int(sum(node.get("CPU", 0) for node in nodes)),
         memory_gb=sum(node.get("memory", 0) for node in nodes) / 2**30,
         gpus=tuple(gpus),
-        rocm=any(kind.startswith("AMD") for kind in gpus),
+        rocm=rocm,
     )

@@ -183,7 +183,7 @@ def choose_backend(
     if backend is not TransferBackend.GLOO and n_gpus == 0:
         raise ConfigError(
             f"backend {backend.value} needs GPUs and none is visible: use gloo, or check "
-            "nvidia-smi and CUDA_VISIBLE_DEVICES"
+            "nvidia-smi and CUDA_VISIBLE_DEVICES (of a Ray cluster: `ray status`)"
         )
     if backend in (TransferBackend.NCCL, TransferBackend.NATIVE_NCCL) and n_gpus == 1:
         instead = TransferBackend.NATIVE_IPC if backend.native else TransferBackend.IPC

@@ -162,7 +162,7 @@ class Requests:
 
     def expect(self, update: WeightUpdate) -> Swap:
         """The engine core is about to swap."""
-        return self.ledger.expect(update.sync_id, update.version)
+        return self.ledger.expect(update.sync_id, update.version, time.perf_counter())
 
     def swapped(self, swap: Swap, resumed_at: float, in_flight: int) -> PauseAck:
         """It has; requests go on. ``resumed_at``: of the engine core, ``perf_counter`` seconds."""

@@ -49,16 +49,24 @@ class Swap:
     """
 
     def __init__(
-        self, sync_id: str, frozen: Iterable[Live], version: PolicyVersion | None = None
+        self,
+        sync_id: str,
+        frozen: Iterable[Live],
+        version: PolicyVersion | None = None,
+        asked_at: float | None = None,
     ) -> None:
-        """``frozen``: requests that the pause found, as far as that is known."""
+        """``frozen``: requests that the pause found, as far as that is known. ``asked_at``: no
+        token that came before was late because of it."""
         self.sync_id = sync_id
         self.version = version
         self._settled = version is None
+        self._asked_at = asked_at
         self._through: set[Live] = set()
         self._stalls: list[float] = []
-        self._longest: dict[Live, float] = {}
-        """Longest gap of each since the engine core was asked to swap."""
+        self._usual: dict[Live, float] = {}
+        """Gap of each that is usual, from before it was late."""
+        self._late: dict[Live, float] = {}
+        """What each has waited longer than usual so far, at most."""
         self._resumed_at: float | None = None
         self._first_at: float | None = None
         self._all_seen = asyncio.Event()
@@ -89,25 +97,35 @@ class Swap:
         """``live`` wrote; True if that was its first token after the swap."""
         if live.last_at is None or live in self._through:
             return False
-        if self.version is not None:
-            # Tokens of the step that was under way may come behind the word that all is done.
-            if self._before(version):  # what delays it is the swap's doing too
-                self._longest[live] = max(now - live.last_at, self._longest.get(live, 0.0))
-                return False
-            if not self._before(live.version):
-                return False
-        elif self._resumed_at is None or live not in self._waiting:
+        first = self._is_first(live, version)
+        if not (first or self._is_under_way(live, version)):
+            return False
+        median = live.median_gap
+        usual = self._usual.setdefault(live, self._usual_gap if median is None else median)
+        late = now - live.last_at - usual
+        if self._asked_at is not None:
+            late = min(late, now - self._asked_at)
+        self._late[live] = max(late, self._late.get(live, 0.0))
+        if not first:
             return False
         if self._first_at is None:
             self._first_at = now
-        usual = self._usual_gap if (median := live.median_gap) is None else median
-        longest = max(now - live.last_at, self._longest.pop(live, 0.0))
-        seconds = longest - usual
-        live.stalls.append(Stall(self.sync_id, max(0.0, seconds)))
-        self._stalls.append(live.stalls[-1].seconds)
+        live.stalls.append(Stall(self.sync_id, self._late[live]))
+        self._stalls.append(self._late[live])
         self._through.add(live)
         self.ended(live)
         return True
+
+    def _is_first(self, live: Live, version: PolicyVersion | None) -> bool:
+        """Whether ``live``, which writes under ``version``, has gone through by that."""
+        if self.version is not None:
+            return not self._before(version) and self._before(live.version)
+        return self._resumed_at is not None and live in self._waiting
+
+    def _is_under_way(self, live: Live, version: PolicyVersion | None) -> bool:
+        """Whether it has not, and is late by what the swap does: tokens of the step that was under
+        way may come behind the word that all is done."""
+        return self.version is not None and self._before(version)
 
     def ended(self, live: Live) -> None:
         """``live`` is waited for no longer."""
@@ -190,7 +208,7 @@ class Ledger:
     def freeze(self, sync_id: str) -> Swap:
         """The replica is idle: what is live now is frozen."""
         self.swap = Swap(sync_id, self.live.values())
-        self._unseen.append(self.swap)
+        self.follow(self.swap)
         return self.swap
 
     def resumed(self, now: float) -> None:
@@ -201,11 +219,15 @@ class Ledger:
             self.swap.settle(self.live.values(), now)
         self.swap.resumed(now)
 
-    def expect(self, sync_id: str, version: PolicyVersion) -> Swap:
+    def expect(self, sync_id: str, version: PolicyVersion, now: float) -> Swap:
         """The engine core is about to swap to ``version`` by itself."""
-        self.swap = Swap(sync_id, self.live.values(), version)
-        self._unseen.append(self.swap)
+        self.swap = Swap(sync_id, self.live.values(), version, now)
+        self.follow(self.swap)
         return self.swap
+
+    def follow(self, swap: Swap) -> None:
+        """Let ``swap`` hear who writes, until it has seen all."""
+        self._unseen.append(swap)
 
     def forget(self, swap: Swap) -> None:
         """It did not come to it."""

@@ -32,7 +32,8 @@ def cut_text(
         before, cut = cut, len(context) + end
         known, longer = _complete(decode(tokens[window:before])), decode(tokens[window:cut])
         new = _complete(longer)[_common(known, longer) :]
-        if whole.startswith(new, cuts[-1]):
+        # A window without text tells nothing: it may lie inside a character.
+        if new and whole.startswith(new, cuts[-1]):
             cuts.append(cuts[-1] + len(new))
         else:
             cuts.append(max(cuts[-1], _common(_complete(decode(tokens[:cut])), whole)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from statistics import fmean, stdev
+from math import sqrt
+from statistics import fmean
 from typing import Any
 
 from orchestrator.protocols import Engine
@@ -70,7 +71,7 @@ class Slots:
         self._speeds[kind].append(sum((n1 - n0) / (t1 - t0) for (t0, n0), (t1, n1) in pairs))
 
     def result(self, base: str, others: Sequence[str]) -> dict[str, Any]:
-        """Means; ``share`` of ``base`` slot by slot, with its standard error. None: no slots."""
+        """Means, and their ``share`` of ``base``'s with its standard error. None: no slots."""
         found: dict[str, Any] = {
             "tokens_per_s": {base: fmean(self._speeds[base])},
             "share": {},
@@ -78,9 +79,27 @@ class Slots:
         }
         for kind in others:
             speeds = self._speeds[kind]
-            shares = [s / b for s, b in zip(speeds, self._speeds[base], strict=bool(speeds))]
+            pairs = list(zip(speeds, self._speeds[base], strict=bool(speeds)))
             found["tokens_per_s"][kind] = fmean(speeds) if speeds else None
-            found["share"][kind] = fmean(shares) if shares else None
-            error = stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else None
-            found["share_error"][kind] = error
+            found["share"][kind] = _ratio(pairs)
+            found["share_error"][kind] = _error(pairs)
         return found
+
+
+Pairs = Sequence[tuple[float, float]]
+
+
+def _ratio(pairs: Pairs) -> float | None:
+    """Of the sums: a mean of ratios would favour what is compared with noisy slots."""
+    below = sum(b for _, b in pairs)
+    return sum(a for a, _ in pairs) / below if below else None
+
+
+def _error(pairs: Pairs) -> float | None:
+    """Standard error of :func:`_ratio`, by leaving out one pair after the other (jackknife)."""
+    n = len(pairs)
+    without = [_ratio([p for j, p in enumerate(pairs) if j != i]) for i in range(n)]
+    known = [ratio for ratio in without if ratio is not None]
+    if n < 2 or len(known) < n:
+        return None
+    return sqrt((n - 1) / n * sum((ratio - fmean(known)) ** 2 for ratio in known))

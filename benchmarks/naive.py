@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from actors.engine import EngineActor
 from actors.home import at_home
+from actors.ledger import Live, Swap
 from orchestrator.cycle import stall_stats
 from orchestrator.fleet import Fleet
 from orchestrator.protocols import WeightSender
@@ -22,14 +24,30 @@ from orchestrator.types import (
     PauseAck,
     PauseMode,
     PhaseSeconds,
+    PolicyVersion,
     StallStats,
     WeightUpdate,
 )
 
 SLEEP_S = 5.0
-WATCH_S = 0.1
 OUTPUTS = 3
 """Usual from the asking for a swap to the first token after it: two steps are under way."""
+
+
+class Moment(Swap):
+    """At which nothing is swapped: who has written ``OUTPUTS`` times since has gone through."""
+
+    def __init__(self, live: Iterable[Live], now: float) -> None:
+        super().__init__("nothing", live, asked_at=now)
+        self._left = dict.fromkeys(self.frozen, OUTPUTS)
+
+    def _is_first(self, live: Live, version: PolicyVersion | None) -> bool:
+        if live in self._left:
+            self._left[live] -= 1
+        return self._left.get(live) == 0
+
+    def _is_under_way(self, live: Live, version: PolicyVersion | None) -> bool:
+        return live in self._left
 
 
 class BenchmarkEngineActor(EngineActor):
@@ -44,16 +62,11 @@ class BenchmarkEngineActor(EngineActor):
 
     @at_home
     async def nothing_swapped(self, ctx: OpContext) -> tuple[float, ...]:
-        """What a swap that does nothing would have cost each request that writes now: its longest
-        gap of the next ``OUTPUTS`` less the median."""
-        live = [one for one in self._requests.ledger.live.values() if one.gaps]
-        had = [(len(one.token_ids), one.median_gap or 0.0) for one in live]
-        await asyncio.sleep(WATCH_S)
-        found = []
-        for one, (tokens, usual) in zip(live, had, strict=True):
-            if new := len(one.token_ids) - tokens:
-                found.append(max(0.0, max(list(one.gaps)[-new:][:OUTPUTS]) - usual))
-        return tuple(found)
+        """What a swap that does nothing would have cost each request that writes now."""
+        ledger = self._requests.ledger
+        moment = Moment(ledger.live.values(), time.perf_counter())
+        ledger.follow(moment)
+        return (await self._core.or_death(moment.first_tokens())).stalls
 
     @at_home
     async def written(self, ctx: OpContext) -> tuple[float, int]:

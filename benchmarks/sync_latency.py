@@ -281,6 +281,7 @@ async def control(bench: Bench, work: Load, requests: int) -> dict[str, Any]:
     await asyncio.sleep(SLOT_S)  # the first prefill
     moments = min(MOMENTS, bench.options.swaps)
     for _ in range(moments):
+        await asyncio.sleep(bench.options.interval)
         work.check()
         seen = [await engine.nothing_swapped() for engine in bench.engines]
         stalls += (stall for of_one in seen for stall in of_one)

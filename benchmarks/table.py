@@ -71,7 +71,7 @@ def _throughput(rows: list[dict[str, Any]]) -> Any:
     for row in rows:
         speed, share = row["tokens_per_s"], row["share"]
         cells = [
-            "-" if speed[key] is None else f"{speed[key]:.0f} ({share[key]:.1%}{_error(row, key)})"
+            "-" if share[key] is None else f"{speed[key]:.0f} ({share[key]:.1%}{_error(row, key)})"
             for key in ("one_swap_a_second", "always_staging")
         ]
         table.add_row(row["backend"], str(row["requests"]), f"{speed['without']:.0f}", *cells)

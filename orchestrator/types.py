@@ -167,7 +167,8 @@ class Stall:
     """What one swap cost one running request, measured at the engine.
 
     ``seconds`` = (first token after - last token before) - the request's median token gap, or 0
-    where the swap took less than the request usually waits for a token.
+    where the swap took less than the request usually waits for a token. Where the engine core swaps
+    by itself, the longest gap that ended after the asking, up to that first token, counts.
     """
 
     sync_id: str

@@ -36,7 +36,7 @@ from orchestrator.types import (
 
 Logprobs = Sequence[Sequence[float]]
 
-CONTROL_MAX = 4.0
+CONTROL_MAX = 2.0
 """Times the tolerance that the canary's control may differ."""
 CONTROL_MARGIN = 2.0
 """Times the control's difference that a swap may differ: rounding errors vary with the weights."""

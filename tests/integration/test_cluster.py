@@ -256,9 +256,9 @@ def test_auto_finds_the_cluster_of_the_environment(
 
 
 def test_the_gpus_of_a_cluster_are_seen_from_a_driver_without_one(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one that wants a token, as those that `ray start` makes do."""
+    """Of one that wants a token, as those that `ray start` makes do; ``auto`` finds the token."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     node = {"num_gpus": 3, "resources": {"accelerator_type:H200": 1}}
     with running({**ENV, **token}, 1, node) as one:
@@ -269,6 +269,18 @@ def test_the_gpus_of_a_cluster_are_seen_from_a_driver_without_one(
         monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
         with pytest.raises(ConfigError, match=r"does not let us in.*RAY_AUTH_MODE=token"):
             look(one.address)
+        for name in ("RAY_ADDRESS", *token):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("HOME", "RAY_TMPDIR"):
+            monkeypatch.setenv(name, str(tmp_path))
+        for name, text in (
+            (".ray/auth_token", token["RAY_AUTH_TOKEN"]),
+            ("ray/ray_current_cluster", one.address),  # what `ray start` leaves
+        ):
+            (tmp_path / name).parent.mkdir()
+            (tmp_path / name).write_text(text)
+        found = look("auto")
+        assert found is not None and found.gpus == ("H200",) * 3
 
 
 def test_without_the_flag_no_cluster_is_attached_to(cluster: Running, tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ def test_a_cluster_is_the_sum_of_its_nodes() -> None:
     assert found.describe() == "Ray cluster of 3 nodes, 88 cores, 1040 GB, 1 x GPU, 8 x H200"
     assert summed([{"GPU": 1.0, "accelerator_type:AMD-Instinct-MI300X-OAM": 1.0}]).rocm
     assert summed([{"CPU": 2.0}]).gpus == ()
+    for other in ("Intel-GPU-Max-1550", "AMD-Instinct-MI300X-OAM"):
+        with pytest.raises(ConfigError, match=f"H200.*{other}|{other}.*H200"):
+            summed([*nodes, {"GPU": 1.0, f"accelerator_type:{other}": 1.0}])
+    with pytest.raises(ConfigError, match="must be NVIDIA's or AMD's"):
+        summed([{"GPU": 1.0, "accelerator_type:Intel-GPU-Max-1550": 1.0}])
 
 
 @pytest.mark.parametrize(("gpus", "backend"), [((), "gloo"), (("H200",) * 2, "nccl")])

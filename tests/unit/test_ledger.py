@@ -70,7 +70,7 @@ async def test_where_the_engine_core_swaps_by_itself_versions_tell_who_has_gone_
     for one in (before, after):
         ledger.add(one)
         write(ledger, one, 1.0, 1.1, version=V0)
-    swap = ledger.expect("s1", V1)
+    swap = ledger.expect("s1", V1, 1.1)
     write(ledger, before, 1.2, version=V0)
     write(ledger, before, 2.2, version=V1)  # before we hear that the swap is done
     write(ledger, before, 2.3, version=V1)
@@ -93,23 +93,45 @@ async def test_a_token_of_the_step_under_way_that_comes_late_is_a_stall_too() ->
     ledger.add(one)
     write(ledger, one, 1.0, 1.1, 1.2, version=V0)
     ledger.add(late)
-    swap = ledger.expect("s1", V1)
+    swap = ledger.expect("s1", V1, 1.2)
     write(ledger, one, 1.7, version=V0)  # of the step under way: 0.4 late
     write(ledger, late, 1.7, version=V0)  # its first: nobody knows whether that is late
     swap.settle(ledger.live.values(), resumed_at=1.7)
     write(ledger, one, 1.85, version=V1)  # 0.05 more
     write(ledger, late, 1.85, version=V1)
+    usual = 0.1  # of ``one``; ``late`` has none and takes the median of all, as it is then
     stalls = (await swap.first_tokens()).stalls
-    usual = 0.1  # of ``one`` the median of 0.1, 0.1, 0.5; ``late`` has none and takes it over
     assert stalls == pytest.approx((0.5 - usual, 0.15 - usual))
     assert ledger.written == 7
+
+
+async def test_being_late_does_not_become_usual() -> None:
+    ledger, one = Ledger(), live("one")
+    ledger.add(one)
+    write(ledger, one, 1.0, 1.1, version=V0)
+    swap = ledger.expect("s1", V1, 1.1)
+    write(ledger, one, 2.1, version=V0)
+    swap.settle(ledger.live.values(), resumed_at=2.1)
+    write(ledger, one, 2.2, version=V1)
+    assert (await swap.first_tokens()).stalls == pytest.approx((0.9,))
+
+
+async def test_a_gap_that_was_almost_over_when_the_swap_was_asked_for_is_not_its_doing() -> None:
+    ledger, one = Ledger(), live("one")
+    ledger.add(one)
+    write(ledger, one, 1.0, 1.1, 1.2, version=V0)
+    swap = ledger.expect("s1", V1, 1.69)  # others were prefilled meanwhile
+    write(ledger, one, 1.7, version=V0)
+    swap.settle(ledger.live.values(), resumed_at=1.71)
+    write(ledger, one, 1.8, version=V1)
+    assert (await swap.first_tokens()).stalls == pytest.approx((0.01,))
 
 
 async def test_a_request_that_ends_behind_a_swap_we_have_not_heard_of_counts() -> None:
     ledger, one = Ledger(), live("one")
     ledger.add(one)
     write(ledger, one, 1.0, version=V0)
-    swap = ledger.expect("s1", V1)
+    swap = ledger.expect("s1", V1, 1.0)
     write(ledger, one, 2.0, version=V1)
     ledger.remove(one)
     swap.settle(ledger.live.values(), resumed_at=1.9)
@@ -121,7 +143,7 @@ def test_a_swap_that_did_not_come_leaves_no_trace() -> None:
     ledger, one = Ledger(), live("one")
     ledger.add(one)
     write(ledger, one, 1.0, version=V0)
-    ledger.forget(ledger.expect("s1", V1))
+    ledger.forget(ledger.expect("s1", V1, 1.0))
     write(ledger, one, 1.5, version=V0)
     assert ledger.swap is None
     assert (one.stalls, list(one.gaps)) == ([], [0.5])

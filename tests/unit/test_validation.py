@@ -204,10 +204,10 @@ async def test_a_canary_whose_control_failed_can_tell_nothing(same_weights: bool
     [
         (0.0, 0.0009, Verdict.MATCH),
         (0.0, 0.0011, Verdict.MISMATCH),
-        (0.003, 0.0059, Verdict.MATCH),
-        (0.003, 0.0061, Verdict.MISMATCH),
-        (0.0039, 0.0, Verdict.MATCH),
-        (0.0041, 0.0, Verdict.INCONCLUSIVE),
+        (0.0015, 0.0029, Verdict.MATCH),
+        (0.0015, 0.0031, Verdict.MISMATCH),
+        (0.0019, 0.0, Verdict.MATCH),
+        (0.0021, 0.0, Verdict.INCONCLUSIVE),
     ],
 )
 async def test_what_a_swap_may_differ_by_follows_the_control(
