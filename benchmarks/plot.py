@@ -7,7 +7,9 @@ from typing import Any
 
 PHASES = ("quiesce", "transfer", "finalize", "resume", "first_token")
 _LINES = ("--", ":", "-.", (0, (1, 4)))
-_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860")
+_LOADS = ("-", "--", ":", "-.")
+"""Lines of the same method under one load after the other."""
+_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -21,8 +23,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     loads = sorted({m["requests"] for m in methods})
     for m in methods:
         m["label"] = m["name"] if len(loads) == 1 else f"{m['name']}, {m['requests']} requests"
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
-    for at, method in enumerate(methods):
+    names = list(dict.fromkeys(m["name"] for m in methods))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.6), layout="constrained")
+    for method in methods:
         stalls = sorted(max(s, 1e-4) * 1e3 for x in method["samples"] for s in x["stalls"])
         if not stalls:
             continue
@@ -31,7 +34,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
             [(i + 1) / len(stalls) for i in range(len(stalls))],
             drawstyle="steps-post",
             linewidth=2,
-            color=_COLOURS[at % len(_COLOURS)],
+            color=_COLOURS[names.index(method["name"]) % len(_COLOURS)],
+            linestyle=_LOADS[loads.index(method["requests"]) % len(_LOADS)],
             label=f"{method['label']} (p50 {method['stall_s']['p50'] * 1e3:.1f} ms)",
         )
     for (name, top), style in zip(result["ceiling"].items(), _LINES, strict=False):
@@ -44,13 +48,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
     left.set_ylabel("share of requests")
     left.set_ylim(0, 1.02)
     left.grid(True, which="major", alpha=0.3)
-    left.legend(loc="upper left", fontsize=8)
+    # Beside the lines, not over them.
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=2, fontsize=8)
 
-    names = [m["label"] for m in methods]
+    labels = [m["label"] for m in methods]
     base = [0.0] * len(methods)
-    for phase, colour in zip(PHASES, _COLOURS, strict=True):
+    for phase, colour in zip(PHASES, _COLOURS, strict=False):
         values = [(m["phases"][phase]["p50"] or 0.0) * 1e3 for m in methods]
-        right.barh(names, values, left=base, color=colour, label=phase.replace("_", " "))
+        right.barh(labels, values, left=base, color=colour, label=phase.replace("_", " "))
         base = [b + v for b, v in zip(base, values, strict=True)]
     # Linear, so that lengths compare; a bar that sleeps for seconds is cut and says so.
     shown = min(base) * 8
@@ -61,7 +66,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
                        color="white", weight="bold")  # fmt: skip
     right.invert_yaxis()
     right.set_xlabel("time of a swap by phase, p50, ms")
-    right.legend(loc="lower right", fontsize=8)
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=5, fontsize=8)
     figure.suptitle(
         f"{result['model']}, {result['bytes'] / 1e6:.1f} MB, KV {result['kv_policy']}, "
         f"{' and '.join(map(str, loads))} requests on {result['hardware']}",
