@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from actors.hardware import Hardware, is_rocm
@@ -43,7 +44,9 @@ def look(address: str) -> Hardware | None:
 
     ConfigError unless a cluster answers within about CONNECT_S.
     """
-    asked, named = address, f"--ray-address {address!r}"
+    asked, named, problem = address, f"--ray-address {address!r}", "it answers wrongly"
+    ends = time.monotonic() + CONNECT_S
+    nodes: list[dict[str, float]] | None = None
     if address == "auto" and (known := os.environ.get("RAY_ADDRESS")):
         asked, named = known, f"{named} (RAY_ADDRESS is {known!r})"
     try:
@@ -57,17 +60,20 @@ def look(address: str) -> Hardware | None:
             [sys.executable, "-c", _ASK, asked],
             capture_output=True,
             text=True,
-            timeout=CONNECT_S,
+            timeout=max(0.0, ends - time.monotonic()),
             check=False,
         )
         if answer.returncode == 0:
-            return summed(json.loads(answer.stdout.splitlines()[-1]))
-        problem = (answer.stderr.strip().splitlines() or ["it answers wrongly"])[-1]
+            nodes = json.loads((answer.stdout.splitlines() or [""])[-1])
+        else:
+            problem = (answer.stderr.strip().splitlines() or [problem])[-1]
     except subprocess.TimeoutExpired:
         there = "what is on this machine" if asked == "auto" else "something listens there, but"
         problem = f"{there} gave no answer within {CONNECT_S:g} s"
     except (OSError, ValueError) as error:
         problem = str(error)
+    if nodes is not None:
+        return summed(nodes)
     if "AuthenticationError" in problem:
         raise ConfigError(
             f"the Ray cluster at {named} does not let us in: it wants a token. Set "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 
 import pytest
 
@@ -60,6 +61,23 @@ def test_a_cluster_is_the_sum_of_its_nodes() -> None:
             summed([*nodes, {"GPU": 1.0, f"accelerator_type:{other}": 1.0}])
     with pytest.raises(ConfigError, match="must be NVIDIA's or AMD's"):
         summed([{"GPU": 1.0, "accelerator_type:Intel-GPU-Max-1550": 1.0}])
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ('[{"GPU": 1, "accelerator_type:Intel-GPU-Max-1550": 1}]', "^the Ray cluster has Intel"),
+        ("", "^no Ray cluster at .*: Expecting value"),
+    ],
+)
+def test_what_a_cluster_answers_is_not_taken_for_no_cluster(
+    answer: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout=answer, stderr="")
+    monkeypatch.setattr("actors.cluster.subprocess.run", lambda *_, **__: done)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=said):
+        look("auto")
 
 
 @pytest.mark.parametrize(("gpus", "backend"), [((), "gloo"), (("H200",) * 2, "nccl")])
