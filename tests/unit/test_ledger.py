@@ -105,26 +105,26 @@ async def test_a_token_of_the_step_under_way_that_comes_late_is_a_stall_too() ->
     assert ledger.written == 7
 
 
-async def test_being_late_does_not_become_usual() -> None:
+@pytest.mark.parametrize(
+    ("before", "asked_at", "late", "stall"),
+    [
+        # Being late does not become usual.
+        pytest.param((1.0, 1.1), 1.1, 2.1, 0.9, id="young"),
+        # Others were prefilled, and the gap was almost over: not the swap's doing.
+        pytest.param((1.0, 1.1, 1.2), 1.69, 1.7, 0.01, id="asked-late"),
+    ],
+)
+async def test_a_late_token_costs_what_is_not_usual_and_came_after_the_asking(
+    before: tuple[float, ...], asked_at: float, late: float, stall: float
+) -> None:
     ledger, one = Ledger(), live("one")
     ledger.add(one)
-    write(ledger, one, 1.0, 1.1, version=V0)
-    swap = ledger.expect("s1", V1, 1.1)
-    write(ledger, one, 2.1, version=V0)
-    swap.settle(ledger.live.values(), resumed_at=2.1)
-    write(ledger, one, 2.2, version=V1)
-    assert (await swap.first_tokens()).stalls == pytest.approx((0.9,))
-
-
-async def test_a_gap_that_was_almost_over_when_the_swap_was_asked_for_is_not_its_doing() -> None:
-    ledger, one = Ledger(), live("one")
-    ledger.add(one)
-    write(ledger, one, 1.0, 1.1, 1.2, version=V0)
-    swap = ledger.expect("s1", V1, 1.69)  # others were prefilled meanwhile
-    write(ledger, one, 1.7, version=V0)
-    swap.settle(ledger.live.values(), resumed_at=1.71)
-    write(ledger, one, 1.8, version=V1)
-    assert (await swap.first_tokens()).stalls == pytest.approx((0.01,))
+    write(ledger, one, *before, version=V0)
+    swap = ledger.expect("s1", V1, asked_at)
+    write(ledger, one, late, version=V0)
+    swap.settle(ledger.live.values(), resumed_at=late)
+    write(ledger, one, late + 0.1, version=V1)
+    assert (await swap.first_tokens()).stalls == pytest.approx((stall,))
 
 
 async def test_a_request_that_ends_behind_a_swap_we_have_not_heard_of_counts() -> None:
