@@ -256,7 +256,7 @@ class Settings(BaseSettings):
     )
     canary_tolerance: OptFloat = _opt(
         None,
-        "largest logprob difference, or twice the control if more (default: by dtype)",
+        "largest logprob difference (default: by dtype, or twice the control)",
         "validation",
         gt=0,
     )
@@ -393,6 +393,8 @@ class Settings(BaseSettings):
             canary_tolerance=(
                 canary_tolerance if self.canary_tolerance is None else self.canary_tolerance
             ),
+            # A limit that was asked for is one; one by dtype knows nothing of the model.
+            canary_control_factor=2.0 if self.canary_tolerance is None else 0.0,
         )
 
     def to_yaml(self, **resolved: object) -> str:

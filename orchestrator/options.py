@@ -76,5 +76,7 @@ class ValidationOptions:
     min_pass_rate: float = 1.0
     """Share of probes that must match the fresh engine."""
     canary_tolerance: float = 1e-3
-    """Largest absolute difference of a log-probability between engine and trainer; twice that of
-    the control, where that is more."""
+    """Largest absolute difference of a log-probability between engine and trainer."""
+    canary_control_factor: float = 0.0
+    """Times the control's difference that is allowed too, where the control is within twice the
+    tolerance; 0: the tolerance is the limit, of the control too."""

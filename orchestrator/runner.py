@@ -157,13 +157,10 @@ def make_run_dir(settings: Settings, run_id: str) -> Path:
 
 def write_config(settings: Settings, prepared: Prepared, run_dir: Path) -> None:
     """Write ``config.yaml``: the settings with what preflight resolved."""
-    validation = settings.validation_options(
-        min_pass_rate=prepared.min_pass_rate, canary_tolerance=prepared.canary_tolerance
-    )
+    validation = settings.validation_options(min_pass_rate=prepared.min_pass_rate)
     text = settings.to_yaml(
         backend=route(prepared.backend, prepared.staged),
         min_pass_rate=validation.min_pass_rate,
-        canary_tolerance=validation.canary_tolerance,
     )
     try:
         write_atomic(run_dir / "config.yaml", text)

@@ -4,8 +4,7 @@ digest: the bytes each replica received equal the bytes that were sent, tensor b
 canary: log-probabilities of fixed prompts on each replica equal those of the trainer's own
     model within a tolerance. Control: the same comparison on the weights that the engines
     were started with, before any swap. It says how far the two implementations differ by
-    themselves; where that is a multiple of the tolerance, the canary can tell nothing:
-    *inconclusive*.
+    themselves; where that is too far, the canary can tell nothing: *inconclusive*.
 fresh: an engine started from the checkpoint of the sent weights continues each probe that the
     swap cut, from prompt + old tokens, and must write the same new tokens.
 """
@@ -37,9 +36,7 @@ from orchestrator.types import (
 Logprobs = Sequence[Sequence[float]]
 
 CONTROL_MAX = 2.0
-"""Times the tolerance that the canary's control may differ."""
-CONTROL_MARGIN = 2.0
-"""Times the control's difference that a swap may differ: rounding errors vary with the weights."""
+"""Times the tolerance that the control may differ, where a swap's limit follows it."""
 FRESH_CLOSE_S = 15.0
 """Seconds for a fresh engine to close; nothing waits for it but the verdict."""
 
@@ -229,9 +226,12 @@ class Validator:
             return CheckResult("canary", Verdict.SKIPPED)
         tolerance = self.options.canary_tolerance
         difference = await self._difference()
-        control_ok = self._control is not None and self._control <= CONTROL_MAX * tolerance
+        factor = self.options.canary_control_factor
+        most = tolerance * (CONTROL_MAX if factor else 1.0)
+        control_ok = self._control is not None and self._control <= most
         if self._control is not None and control_ok:
-            tolerance = max(tolerance, CONTROL_MARGIN * self._control)
+            # Rounding errors vary with the weights, and so does what a right engine differs by.
+            tolerance = max(tolerance, factor * self._control)
         if difference <= tolerance and control_ok:
             verdict = Verdict.MATCH
         else:

@@ -116,6 +116,8 @@ def test_every_flag_reaches_the_options() -> None:
     v = s.validation_options(min_pass_rate=1.0, canary_tolerance=1.0)
     assert (v.digest, v.canary, v.fresh, v.fresh_every) == (True, False, True, 2)
     assert (v.min_pass_rate, v.canary_tolerance) == (0.5, 0.25)
+    assert v.canary_control_factor == 0, "a limit that was asked for is one"
+    assert settings().validation_options().canary_control_factor == 2
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,8 @@ FIELDS = {
         "max_tokens= temperature= group_size= prompts_per_step= max_in_flight="
         " buffer_size= max_staleness= probe_tokens= seed="
     ),
-    "ValidationOptions": "digest= canary= fresh= fresh_every= min_pass_rate= canary_tolerance=",
+    "ValidationOptions": "digest= canary= fresh= fresh_every= min_pass_rate= canary_tolerance= "
+    "canary_control_factor=",
     "PhaseTimeouts": (
         "starting= generating= pausing= syncing= resuming= validating= stopping= staging="
     ),

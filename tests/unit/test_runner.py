@@ -270,6 +270,9 @@ def test_config_is_written_as_resolved(tmp_path: Path) -> None:
     data = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert (data["steps"], data["backend"]) == (2, "ipc")
     assert (data["min_pass_rate"], data["canary_tolerance"]) == (0.9, 0.5)
+    write_config(Settings(), prepared, tmp_path)
+    data = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert data["canary_tolerance"] is None, "fed back it would be a limit that was asked for"
 
 
 async def test_a_staged_run_says_so_in_its_config_and_summary(

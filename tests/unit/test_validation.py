@@ -213,6 +213,24 @@ async def test_a_canary_whose_control_failed_can_tell_nothing(same_weights: bool
 async def test_what_a_swap_may_differ_by_follows_the_control(
     control: float, swapped: float, verdict: Verdict
 ) -> None:
+    parts = Parts(replace(CANARY, canary_control_factor=2.0), offsets=(0.0, control))
+    await parts.start(same_weights=True)
+    await parts.validator.control()
+    parts.engines[1].logprob_offset = swapped
+    assert (await parts.validator.canary()).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("control", "swapped", "verdict"),
+    [
+        (0.0009, 0.0009, Verdict.MATCH),
+        (0.0009, 0.0011, Verdict.MISMATCH),
+        (0.0011, 0.0, Verdict.INCONCLUSIVE),
+    ],
+)
+async def test_without_the_factor_the_tolerance_is_the_limit_of_both(
+    control: float, swapped: float, verdict: Verdict
+) -> None:
     parts = Parts(CANARY, offsets=(0.0, control))
     await parts.start(same_weights=True)
     await parts.validator.control()
