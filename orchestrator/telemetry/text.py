@@ -130,7 +130,8 @@ def result_lines(summary: Summary, run_dir: Path) -> list[str]:
         lines.append("checks: " + ", ".join(each))
     v = summary.validation
     if v.prompts is not None:
-        lines.append(f"fresh engine: {v.passed} of {v.prompts} probes equal, control {v.control}")
+        control = "" if v.control is None else f"; the canary's control: {v.control}"
+        lines.append(f"fresh engine: {v.passed} of {v.prompts} probes equal{control}")
     r = summary.rollouts
     tokens = ", ".join(f"v{k} {n}" for k, n in summary.tokens.items()) or "none"
     lines.append(

@@ -67,7 +67,7 @@ def test_a_pipe_gets_plain_lines_with_every_fact(tmp_path: Path) -> None:
         "completed: 1/5 steps, 1 swaps",
         "reward by step: 0.250",
         "checks: digest 1 match, canary 1 match, fresh 1 match",
-        "fresh engine: 13 of 13 probes equal, control match",
+        "fresh engine: 13 of 13 probes equal; the canary's control: match",
         f"files: {tmp_path}/",
     ):
         assert fact in text
