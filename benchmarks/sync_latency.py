@@ -41,6 +41,7 @@ from orchestrator.machine import Guard, SwapMachine, Trigger
 from orchestrator.options import SwapOptions, ValidationOptions
 from orchestrator.protocols import Trainer
 from orchestrator.sources import load
+from orchestrator.tasks import deadline
 from orchestrator.types import (
     KVPolicy,
     PauseMode,
@@ -54,6 +55,8 @@ from orchestrator.validation import Validator, explain
 
 DECODE_TOKENS = {"cpu": 192, "gpu": 768}
 """Longest request of the load: a second or more of decoding."""
+CONTROL_S = 60.0
+"""What requests may take to write a few tokens more."""
 MOMENTS = 50
 """At which nothing is swapped, for the control."""
 SLOT_S = 1.0
@@ -283,7 +286,8 @@ async def control(bench: Bench, work: Load, requests: int) -> dict[str, Any]:
     for _ in range(moments):
         await asyncio.sleep(bench.options.interval)
         work.check()
-        seen = [await engine.nothing_swapped() for engine in bench.engines]
+        async with deadline("control", CONTROL_S, lambda: "the next tokens of every request"):
+            seen = [await engine.nothing_swapped() for engine in bench.engines]
         stalls += (stall for of_one in seen for stall in of_one)
     return {"requests": requests, "moments": moments, "stall_s": asdict(stall_stats(stalls))}
 
