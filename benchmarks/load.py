@@ -34,7 +34,7 @@ class Load:
                 self._prompts[lane % len(self._prompts)],
                 max_tokens=first if turn == 0 else self._tokens,
                 temperature=1.0,
-                seed=1000 * lane + turn,
+                # No seed: vLLM samples seeded requests one by one, on the step's critical path.
                 ignore_eos=True,
             )
             await self._engines[lane % len(self._engines)].generate(request)

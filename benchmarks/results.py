@@ -91,6 +91,8 @@ class Result:
     model: str
     kv_policy: str
     cuda_graphs: bool
+    request_tokens: int
+    """New tokens of a request of the load."""
     path: Path | None
     """Where :meth:`save` writes."""
     hardware: str = ""
@@ -118,6 +120,7 @@ class Result:
             "model": self.model,
             "kv_policy": self.kv_policy,
             "cuda_graphs": self.cuda_graphs,
+            "request_tokens": self.request_tokens,
             "bytes": self.nbytes,
             "digests_matched": self.digests_matched,
             "applied_by": self.applied_by,

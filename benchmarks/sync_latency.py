@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ import table
 from load import Load, Slots
 from results import Method, Result
 
-from actors import assembly
+from actors import assembly, models
 from actors.adapters import RayEngine
 from actors.hardware import choose_backend, split_backend
 from orchestrator.config import Settings
@@ -53,11 +53,11 @@ from orchestrator.types import (
 )
 from orchestrator.validation import Validator, explain
 
-DECODE_TOKENS = {"cpu": 192, "gpu": 768}
-"""Longest request of the load: a second or more of decoding."""
+DECODE_TOKENS = {"cpu": 192, "gpu": 2048}
+"""New tokens of a request of the load: seconds of decoding, as rollouts are."""
 CONTROL_S = 60.0
 """What requests may take to write a few tokens more."""
-MOMENTS = 50
+MOMENTS = 100
 """At which nothing is swapped, for the control."""
 SLOT_S = 1.0
 """Of a throughput's alternating slots."""
@@ -230,16 +230,16 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> Result:
         model=options.settings.model,
         kv_policy=options.kv,
         cuda_graphs=bool(checked.gpus),
+        request_tokens=options.tokens,
         path=options.json,
     )
     result.save()
-    tokens = min(DECODE_TOKENS["gpu" if checked.gpus else "cpu"], checked.max_model_len // 2)
     async with real_parts(options, run_dir) as bench:
         engines = [replica.engine for replica in bench.fleet.serving]
         result.hardware, result.packages = options.parts.hardware, dict(options.parts.packages)
 
         def decoding(requests: int) -> Load:
-            return Load(engines, checked.prompts, requests, tokens)
+            return Load(engines, checked.prompts, requests, options.tokens)
 
         def save() -> None:
             result.nbytes, result.digests_matched = bench.nbytes, bench.digests_matched
@@ -465,9 +465,15 @@ def prepare(options: argparse.Namespace) -> None:
         },
         None,
     )
-    options.settings, options.prepared = settings, assembly.preflight(settings)
-    prepared = options.prepared
-    options.routes = routes(options.backends, prepared.checked.gpus)
+    prepared = assembly.preflight(settings)
+    checked = prepared.checked
+    options.tokens = DECODE_TOKENS["gpu" if checked.gpus else "cpu"]
+    limit = int(models.read_config(checked.engine_path)["max_position_embeddings"])
+    context = max(checked.max_model_len, min(2 * options.tokens, limit))
+    options.tokens = min(options.tokens, context // 2)
+    options.settings = settings
+    options.prepared = replace(prepared, checked=replace(checked, max_model_len=context))
+    options.routes = routes(options.backends, checked.gpus)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

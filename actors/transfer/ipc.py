@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -18,33 +17,12 @@ from orchestrator.types import ChannelSpec, TransferBackend, WeightUpdate
 
 from . import memory
 from .base import NamedTensors
+from .beside import copy_beside
 from .channel import Channel
 from .gloo import LinkSender
 from .inbox import Accept, Inbox, Invitation
 from .link import Link, Wait
 from .rendezvous import pattern
-
-_PIECE = 64 << 20
-_SHARE = 0.1
-"""Of the device's time that a copy beside decoding may take: both live of its memory bandwidth."""
-
-
-def paced_copy(
-    target: torch.Tensor, source: torch.Tensor, share: float = _SHARE, piece: int = _PIECE
-) -> None:
-    """Copy flat ``source``, done on return. On a GPU in pieces, with rests between them.
-
-    The rest after a piece is as long as makes copying ``share`` of the time.
-    """
-    if target.device.type == "cpu":
-        target.copy_(source)
-        return
-    for start in range(0, target.numel(), piece):
-        began = time.perf_counter()
-        target[start : start + piece].copy_(source[start : start + piece])
-        torch.cuda.current_stream(target.device).synchronize()
-        if start + piece < target.numel():
-            time.sleep((time.perf_counter() - began) * (1 / share - 1))
 
 
 class SharedMemory(Link):
@@ -194,7 +172,7 @@ class IpcInbox(Inbox):
             raise ChannelError(f"the channel was closed: {self.channel.closed}")
         mapped = self.refresh()
         if self.holds:
-            paced_copy(self.buffer(), mapped)
+            copy_beside(self.buffer(), mapped)
         yield self.layout.nbytes
 
     def refresh(self) -> torch.Tensor:

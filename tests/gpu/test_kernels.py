@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.transfer import runs, sums, tiles
+from actors.transfer import beside, runs, sums, tiles
 from actors.transfer.region import Region
 from actors.transfer.sums import Held, Sums
 
@@ -47,7 +47,8 @@ def test_the_kernel_adds_right(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     assert fast.run()[0] != found[0] and fast.run()[-1] == found[-1]
 
 
-def test_the_copy_kernel_copies_runs_of_any_length() -> None:
+@pytest.mark.parametrize("programs", [None, 1, 3], ids=str)
+def test_the_copy_kernel_copies_runs_of_any_length(programs: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     pairs = []
     for count in (8, 4096, 32768, 32776, 100_000):
@@ -56,8 +57,17 @@ def test_the_copy_kernel_copies_runs_of_any_length() -> None:
         pairs.append((torch.zeros(count + 8, dtype=torch.bfloat16, device="cuda")[:count], on_gpu))
         assert runs.fits(*pairs[-1])
     assert runs.usable(pairs[0][0].device)
-    runs.Runs(pairs).run()
+    runs.Runs(pairs).run(programs)
     for target, source in pairs:
         assert torch.equal(target.view(torch.int16), source.view(torch.int16))
         beyond = target.as_strided((8,), (1,), target.numel())
         assert not beyond.any()
+
+
+@pytest.mark.parametrize("nbytes", [5, 16, (3 << 20) + 7])
+def test_a_copy_beside_decoding_is_there_on_return(nbytes: int) -> None:
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+    target = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cuda")
+    beside.copy_beside(target[:nbytes], source)
+    assert torch.equal(target[:nbytes], source)
+    assert not target[nbytes:].any()

@@ -1,0 +1,27 @@
+"""Copying much memory on a device that is decoding meanwhile."""
+
+from __future__ import annotations
+
+import torch
+
+from . import runs
+
+PROGRAMS = 8
+"""That copy at a time. An H200 has 132 multiprocessors: decoding keeps them, and its bandwidth."""
+_TILE = 1 << 20
+_UNIT = 16
+
+
+def copy_beside(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy flat uint8 ``source``; done on return. On a GPU slowly, by one launch.
+
+    In pieces with rests between them it would take decoding's interpreter lock once a piece.
+    Where our kernels do not run the copy is fast and decoding waits for it.
+    """
+    whole = source.numel() - source.numel() % _UNIT
+    if runs.usable(target.device) and whole and runs.fits(target[:whole], source[:whole]):
+        runs.Runs([(target[:whole], source[:whole])], tile=_TILE).run(programs=PROGRAMS)
+        target, source = target[whole:], source[whole:]
+    target.copy_(source)
+    if target.device.type == "cuda":
+        torch.cuda.current_stream(target.device).synchronize()
