@@ -252,6 +252,8 @@ def sampling(max_tokens: int, temperature: float, seed: int | None, ignore_eos: 
         frequency_penalty=0.0,
         repetition_penalty=1.0,
         logprobs=0,
+        # Else vLLM keeps two objects a token, which the collector walks through while all wait.
+        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
@@ -273,12 +275,16 @@ def scoring() -> Any:
 
 
 def chosen_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
-    """Log-probability of each chosen token of one delta (UnexpectedAnswer if one is missing)."""
+    """Log-probability of each chosen token of one delta (UnexpectedAnswer if one is missing).
+
+    ``logprobs``: vLLM's ``FlatLogprobs``; the chosen token is the first of each position.
+    """
     if not token_ids:
         return []
-    if logprobs is None or len(logprobs) != len(token_ids):
+    first = () if logprobs is None else logprobs.start_indices
+    if [logprobs.token_ids[at] for at in first] != list(token_ids):
         raise UnexpectedAnswer(f"{len(token_ids)} tokens came without their logprobs")
-    return [float(at[token].logprob) for token, at in zip(token_ids, logprobs, strict=True)]
+    return [float(logprobs.logprobs[at]) for at in first]
 
 
 def prompt_logprobs(token_ids: Sequence[int], logprobs: Any) -> tuple[float, ...]:

@@ -64,7 +64,11 @@ class FakeCore:
         starts = self.states[request_id].weight_version_starts
         if not starts or starts[-1][0] != label:
             starts.append((label, first))
-        logprobs = [{t: SimpleNamespace(logprob=-t / 8)} for t in tokens]
+        logprobs = SimpleNamespace(
+            start_indices=range(len(tokens)),
+            token_ids=list(tokens),
+            logprobs=[-t / 8 for t in tokens],
+        )
         part = SimpleNamespace(token_ids=list(tokens), logprobs=logprobs)
         self.collectors[request_id].put(SimpleNamespace(outputs=[part], finished=False))
 
