@@ -73,6 +73,7 @@ class Slots:
     def result(self, base: str, others: Sequence[str]) -> dict[str, Any]:
         """Means, and their ``share`` of ``base``'s with its standard error. None: no slots."""
         found: dict[str, Any] = {
+            "samples": dict(self._speeds),
             "tokens_per_s": {base: fmean(self._speeds[base])},
             "share": {},
             "share_error": {},
