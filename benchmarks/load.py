@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from math import sqrt
 from statistics import fmean
@@ -61,29 +61,48 @@ class Slots:
         """``written``: of each engine, its time and its tokens until then."""
         self._written = written
         self._speeds: defaultdict[str, list[float]] = defaultdict(list)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._swaps: Counter[str] = Counter()
 
-    async def measure(self, kind: str, meanwhile: Callable[[], Awaitable[None]]) -> None:
-        """One slot: as long as ``meanwhile`` runs."""
+    async def measure(self, kind: str, meanwhile: Callable[[], Awaitable[int]]) -> None:
+        """One slot: as long as ``meanwhile`` runs, which says how many swaps it made."""
         before = await self._written()
-        await meanwhile()
+        swaps = await meanwhile()
         after = await self._written()
-        pairs = zip(before, after, strict=True)
-        self._speeds[kind].append(sum((n1 - n0) / (t1 - t0) for (t0, n0), (t1, n1) in pairs))
+        spans = [(t1 - t0, n1 - n0) for (t0, n0), (t1, n1) in zip(before, after, strict=True)]
+        self._speeds[kind].append(sum(tokens / seconds for seconds, tokens in spans))
+        self._seconds[kind] += fmean(seconds for seconds, _ in spans)
+        self._swaps[kind] += swaps
 
     def result(self, base: str, others: Sequence[str]) -> dict[str, Any]:
-        """Means, and their ``share`` of ``base``'s with its standard error. None: no slots."""
+        """Means, and their ``share`` of ``base``'s with its standard error. None: no slots.
+
+        ``swap_costs_s``: seconds of decoding that one swap takes away, with all that belongs to it.
+        """
         found: dict[str, Any] = {
-            "samples": dict(self._speeds),
             "tokens_per_s": {base: fmean(self._speeds[base])},
-            "share": {},
-            "share_error": {},
+            "samples": {base: self._speeds[base]},
         }
         for kind in others:
-            speeds = self._speeds[kind]
+            speeds, swaps = self._speeds[kind], self._swaps[kind]
             pairs = list(zip(speeds, self._speeds[base], strict=bool(speeds)))
-            found["tokens_per_s"][kind] = fmean(speeds) if speeds else None
-            found["share"][kind] = _ratio(pairs)
-            found["share_error"][kind] = _error(pairs)
+            share, error = _ratio(pairs), _error(pairs)
+            cost = None
+            if swaps and share is not None:
+                cost = (1 - share) * self._seconds[kind] / swaps
+            of_kind = {
+                "samples": speeds,
+                "tokens_per_s": fmean(speeds) if speeds else None,
+                "share": share,
+                "share_error": error,
+                "swaps": swaps,
+                "swap_costs_s": cost,
+                "swap_costs_error_s": error * self._seconds[kind] / swaps
+                if swaps and error is not None
+                else None,
+            }
+            for name, value in of_kind.items():
+                found.setdefault(name, {})[kind] = value
         return found
 
 

@@ -342,45 +342,59 @@ async def swaps(
 
 
 async def speed(bench: Bench, work: Load, name: str, staged: bool, requests: int) -> dict[str, Any]:
-    """Tokens a second without swaps, with one a second and, staged, while bytes always arrive.
+    """Tokens a second without swaps, with one a second, with one after the other and, staged,
+    while bytes always arrive.
 
     Of the last only the transfer counts: the trainer takes its snapshot once, before it.
     """
     slots = Slots(bench.written)
     count = max(2, round(bench.options.window / SLOT_S))
 
-    async def nothing() -> None:
+    async def nothing() -> int:
         await asyncio.sleep(SLOT_S)
+        return 0
 
-    async def swap() -> None:
+    async def swap() -> int:
         began = time.perf_counter()
         await bench.ours()
         await asyncio.sleep(max(0.0, SLOT_S - (time.perf_counter() - began)))
+        return 1
+
+    async def swap_on_and_on() -> int:
+        began, swaps = time.perf_counter(), 0
+        while time.perf_counter() - began < SLOT_S:
+            await bench.ours()
+            swaps += 1
+        return swaps
 
     async def without() -> None:
         await slots.measure("without", nothing)
 
-    async def swapping() -> None:
+    async def one_a_second() -> None:
         await slots.measure("one_swap_a_second", swap)
+
+    async def one_after_the_other() -> None:
+        await slots.measure("always_swapping", swap_on_and_on)
 
     async def staging() -> None:
         update, _, _ = await bench.update()
 
-        async def bring() -> None:
+        async def bring() -> int:
             began = time.perf_counter()
             while time.perf_counter() - began < SLOT_S:
                 await bench.bring(update)
+            return 0
 
         await slots.measure("always_staging", bring)
 
-    kinds = [without, swapping, staging] if staged else [without, swapping]
+    kinds = [without, one_a_second, one_after_the_other, *([staging] if staged else [])]
     await nothing()  # the first prefill
     for turn in range(count):
         work.check()
         for one in kinds if turn % 2 == 0 else reversed(kinds):
             await one()
     row = {"backend": name, "requests": requests, "slots": count, "slot_s": SLOT_S}
-    return row | slots.result("without", ("one_swap_a_second", "always_staging"))
+    return row | slots.result("without", ("one_swap_a_second", "always_swapping", "always_staging"))
 
 
 def measure_ceilings(nbytes: int, backends: Sequence[TransferBackend]) -> dict[str, Any]:

@@ -66,14 +66,25 @@ def _throughput(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     table = Table(title="tokens a second")
-    for column in ("backend", "requests", "without", "a swap a second", "always staging"):
+    for column in (
+        "backend",
+        "requests",
+        "without",
+        "a swap a second",
+        "always swapping",
+        "always staging",
+        "a swap costs",
+    ):
         table.add_column(column, justify="left" if column == "backend" else "right")
     for row in rows:
         speed, share = row["tokens_per_s"], row["share"]
         cells = [
             "-" if share[key] is None else f"{speed[key]:.0f} ({share[key]:.1%}{_error(row, key)})"
-            for key in ("one_swap_a_second", "always_staging")
+            for key in ("one_swap_a_second", "always_swapping", "always_staging")
         ]
+        cost = row["swap_costs_s"]["always_swapping"]
+        error = row["swap_costs_error_s"]["always_swapping"]
+        cells.append("-" if cost is None else f"{ms(cost)} \u00b1 {ms(error)} ms")
         table.add_row(row["backend"], str(row["requests"]), f"{speed['without']:.0f}", *cells)
     return table
 

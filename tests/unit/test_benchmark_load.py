@@ -20,7 +20,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-async def slots_of(speeds: dict[str, Sequence[float]]) -> Any:
+async def slots_of(speeds: dict[str, Sequence[float]], swaps: int = 0) -> Any:
     import load
 
     clock, tokens = 0.0, 0
@@ -32,9 +32,10 @@ async def slots_of(speeds: dict[str, Sequence[float]]) -> Any:
     for kind, values in speeds.items():
         for value in values:
 
-            async def decode(value: float = value) -> None:
+            async def decode(value: float = value) -> int:
                 nonlocal clock, tokens
                 clock, tokens = clock + 2.0, tokens + int(2 * value)
+                return swaps
 
             await slots.measure(kind, decode)
     return slots.result("without", ("swapping", "staging"))
@@ -50,6 +51,18 @@ async def test_a_share_is_of_the_sums_and_its_error_is_zero_only_without_noise()
     assert steady["share"]["swapping"] == pytest.approx(0.9)
     assert steady["share_error"]["swapping"] == pytest.approx(0)
     assert (await slots_of({"without": (0, 0), "swapping": (1, 1)}))["share"]["swapping"] is None
+
+
+@pytest.mark.usefixtures("benchmarks")
+async def test_a_swap_costs_what_its_slots_lack() -> None:
+    found = await slots_of({"without": (100, 50), "swapping": (90, 45)}, swaps=4)
+    assert found["swaps"] == {"swapping": 8, "staging": 0}
+    assert found["swap_costs_s"]["swapping"] == pytest.approx(0.1 * 4.0 / 8)
+    assert found["swap_costs_error_s"]["swapping"] == pytest.approx(0)
+    assert found["swap_costs_s"]["staging"] is None
+    noisy = await slots_of({"without": (100, 50), "swapping": (90, 60)}, swaps=4)
+    error = noisy["share_error"]["swapping"] * 4.0 / 8
+    assert noisy["swap_costs_error_s"]["swapping"] == pytest.approx(error)
 
 
 @pytest.mark.usefixtures("benchmarks")
