@@ -1,4 +1,5 @@
-"""The only place that knows which vLLM this is.
+"""vLLM's front end; with ``transfer.vllm_model`` and ``transfer.vllm_nccl`` the only modules that
+know which vLLM this is.
 
 0.32 is tested on a CPU; 0.33 ran on one NVIDIA H200 (backend ipc) and on two (nccl).
 
@@ -12,8 +13,6 @@ and why:
 - ``AsyncLLM.add_request``: returns when the request *is* with the engine core, which
   ``generate`` does not tell; a pause must know it.
 - ``output_processor``: after a SIGKILL of the engine core nothing wakes its waiters.
-- the layerwise reload's bookkeeping: to tell which weights did not arrive, and to start over
-  after an update that failed half-way.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from orchestrator.errors import ConfigError
 from orchestrator.types import FinishReason, KVPolicy, PauseMode, PolicyVersion, TokenSpan
@@ -391,221 +388,3 @@ async def open_receivers(llm: Any, init_info: Mapping[str, Any]) -> None:
 async def set_version(llm: Any, version: PolicyVersion) -> None:
     """Tokens written from now on carry ``version``."""
     await llm.engine_core.set_weight_version_async(str(version))
-
-
-# weights, in the workers
-
-
-def loading_context() -> contextlib.AbstractContextManager[Any]:
-    """Around ``load_weights``: a partial list is complete for its layer only at the end."""
-    try:
-        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-    except ImportError:
-        return contextlib.nullcontext()
-    return disable_mtp_completeness_check()  # type: ignore[no-any-return]
-
-
-def derived_weights(model: torch.nn.Module) -> Iterator[str]:
-    """Why copying into the parameters of a loaded model is not enough, one reason a layer.
-
-    What vLLM makes of weights after loading (quantised, re-packed, shuffled or absorbed ones)
-    stays as it was when only the parameters change.
-    """
-    if hasattr(model, "process_weights_after_loading"):
-        yield f"{type(model).__name__} processes its weights after loading"
-    for name, module in model.named_modules():
-        reason = _packed(module) or _quantised(module) or _absorbed(module)
-        if reason:
-            yield f"{name or type(model).__name__}: {reason}"
-
-
-def _packed(layer: torch.nn.Module) -> str:
-    # Plain functions read the weight they are given; a closure holds its own copy.
-    if getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
-        return "the CPU computes with a re-packed copy"
-    for copy in ("_cpu_unpacked_conv_weight", "_bf16x3_weight", "_moonep_weight_layout"):
-        if getattr(layer, copy, None) is not None:
-            return f"vLLM computes with a copy of its weight ({copy})"
-    return ""
-
-
-def _quantised(layer: torch.nn.Module) -> str:
-    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    method = getattr(layer, "quant_method", None)
-    if isinstance(method, FusedMoEModularMethod):
-        method = method.old_quant_method
-    if isinstance(method, UnquantizedFusedMoEMethod):
-        # The other kernels want the experts swapped, padded or in blocks.
-        backend = method.unquantized_backend.name
-        if backend not in ("TRITON", "BATCHED_TRITON"):
-            return f"experts are re-packed for the {backend} kernel"
-    elif isinstance(method, QuantizeMethodBase):
-        plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-        known = [kind.process_weights_after_loading for kind in plain]
-        # GateLinear's only makes the copy that _packed looks for.
-        if not isinstance(method, plain) or (
-            type(method).process_weights_after_loading not in known
-            and type(method).__name__ != "_GateLinearMethod"
-        ):
-            return f"weights are processed by {type(method).__name__}"
-    return ""
-
-
-def _absorbed(layer: torch.nn.Module) -> str:
-    from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
-    from vllm.v1.attention.backend import AttentionImplBase
-
-    if not is_deferred_attention_layer(layer) or getattr(layer, "fp8_enabled", None) is False:
-        return ""
-    if not isinstance(layer, Attention):
-        return f"{type(layer).__name__} processes weights after loading"
-    for impl in layer.impl.get_impl_variants():
-        plain = type(impl).process_weights_after_loading
-        # FlashInfer's only casts sinks, and most models have none.
-        if (
-            plain is not AttentionImplBase.process_weights_after_loading
-            and getattr(impl, "_sinks_source", impl) is not None
-        ):
-            return f"{type(impl).__name__} processes weights after loading"
-    return ""
-
-
-def begin_reload(model: torch.nn.Module, model_config: Any, *, interrupted: bool) -> None:
-    """Start vLLM's layerwise reload; ``interrupted``: the last one was never ended."""
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-    if interrupted:
-        for info in _open_layers(model).values():
-            # What a failed update left here would be loaded again beside the new weights.
-            info.loaded_weights.clear()
-            info.load_numel = 0
-        end_reload(model, model_config)
-    initialize_layerwise_reload(model)
-
-
-def end_reload(model: torch.nn.Module, model_config: Any) -> None:
-    """End vLLM's layerwise reload."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    finalize_layerwise_reload(model, model_config)
-
-
-def incomplete_parameters(model: torch.nn.Module, tied: Collection[str] = ()) -> Iterator[str]:
-    """Parameters of layers that have not got all their elements yet, those in ``tied`` aside.
-
-    A fused layer counts as loaded by name when one of its parts was, so elements are counted.
-    """
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    names = {module: name for name, module in model.named_modules()}
-    for layer, info in _open_layers(model).items():
-        own = {
-            n: p
-            for n, p in layer._parameters.items()
-            if p is not None and f"{names[layer]}.{n}" not in tied
-        }
-        if not own or is_deferred_attention_layer(layer):
-            continue
-        if isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0:
-            continue  # rows that pad the vocabulary are in no checkpoint
-        wanted = sum(getattr(p, "weight_loader_numel", p.numel()) for p in own.values())
-        if info.load_numel < wanted:
-            for name in own:
-                yield f"{names[layer]}.{name} ({info.load_numel} of {wanted} elements)"
-
-
-def tied_parameters(model: torch.nn.Module) -> dict[str, str]:
-    """Names of parameters that are another one under a second name -> that one's name.
-
-    Ask before :func:`begin_reload`: it replaces both by separate placeholders.
-    """
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            tied[name] = known
-    return tied
-
-
-def refresh_tied(model: torch.nn.Module, tied: Mapping[str, str]) -> None:
-    """After :func:`end_reload`: make what was derived from a tied weight follow it.
-
-    The storage is shared and holds the new values, but the CPU's packed copy for the tied
-    layer's own GEMM is still the old one (vLLM: "Failed to load weights", vllm#51665).
-    """
-    for name in tied:
-        layer = model.get_submodule(name.rpartition(".")[0])
-        quant_method = getattr(layer, "quant_method", None)
-        if quant_method is not None:
-            quant_method.process_weights_after_loading(layer)
-
-
-def _open_layers(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    infos = {layer: get_layerwise_info(layer) for layer in model.modules()}
-    return {layer: info for layer, info in infos.items() if info.can_load()}
-
-
-# NCCL, and vLLM's own transfer
-
-
-def nccl_wrapper() -> Any:
-    """The module with ``NCCLLibrary`` and ``find_nccl_library``, as vLLM's plugins leave it."""
-    from vllm.distributed.device_communicators import pynccl_wrapper
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()  # vLLM's own processes have done so; a trainer's has not
-    return pynccl_wrapper
-
-
-def shared_nccl_env() -> contextlib.AbstractContextManager[None]:
-    """Around what NCCL does for a group with other processes.
-
-    Without the settings that vLLM pins for its own groups, which would differ from the trainer's:
-    as far as this NCCL can be told to read them again (2.29.7 or later).
-    """
-    try:
-        from vllm.utils.nccl import unpinned_nccl_env
-    except ImportError:
-        return contextlib.nullcontext()
-    return unpinned_nccl_env()  # type: ignore[no-any-return]
-
-
-def nccl_unique_id() -> bytes:
-    """A new identity for a group of NCCL ranks."""
-    return bytes(nccl_wrapper().NCCLLibrary().ncclGetUniqueId().internal)
-
-
-def nccl_communicator(unique_id: bytes, rank: int, world_size: int, device: torch.device) -> Any:
-    """A ``PyNcclCommunicator``; blocks until all ranks are there. It may be ``disabled``."""
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-
-    with shared_nccl_env():
-        return PyNcclCommunicator.from_unique_id_bytes(unique_id, rank, world_size, device)
-
-
-def send_packed(
-    communicator: Any,
-    device: torch.device,
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    buffer_bytes: int,
-) -> None:
-    """vLLM's own packed broadcast from rank 0; returns when all has left."""
-    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
-    with torch.cuda.device(device):
-        packed_nccl_broadcast_producer(
-            iterator=tensors,
-            group=communicator,
-            src=0,
-            post_iter_func=lambda item: item[1],
-            buffer_size_bytes=buffer_bytes,
-        )

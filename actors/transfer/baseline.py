@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from actors import vllm_compat
 from orchestrator.errors import ChannelError
 from orchestrator.types import TransferBackend, WeightUpdate
 
-from . import memory
+from . import memory, vllm_nccl
 from .channel import Channel
 from .inbox import Inbox
 from .ipc import IpcInbox, IpcSender
@@ -46,9 +45,7 @@ class NativeNcclSender(NcclSender):
         assert isinstance(link, NcclLink)
         communicator, device = link.communicator, link.device
         tensors = self.staged()
-        channel.run(
-            lambda: vllm_compat.send_packed(communicator, device, tensors, self.bucket_bytes)
-        )
+        channel.run(lambda: vllm_nccl.send_packed(communicator, device, tensors, self.bucket_bytes))
 
 
 class NativeIpcSender(IpcSender):

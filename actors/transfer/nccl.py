@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from actors import vllm_compat
 from orchestrator.errors import ChannelError
 from orchestrator.types import ChannelSpec, TransferBackend, WeightUpdate
 
-from . import nccl_check
+from . import nccl_check, vllm_nccl
 from .channel import Channel
 from .gloo import LinkSender
 from .groups import Schedule, arrivals, receive, send_groups, undirected_bytes
@@ -52,11 +51,11 @@ class NcclLink(Link):
         self._ended: str | None = None
         try:
             if rank == 0:
-                unique = vllm_compat.nccl_unique_id()
+                unique = vllm_nccl.nccl_unique_id()
                 meeting.put("nccl", base64.b64encode(unique).decode())
             else:
                 unique = base64.b64decode(meeting.read("nccl"))
-            self.communicator = vllm_compat.nccl_communicator(unique, rank, world_size, device)
+            self.communicator = vllm_nccl.nccl_communicator(unique, rank, world_size, device)
         except ChannelError:
             raise
         except Exception as error:

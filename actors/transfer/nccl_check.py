@@ -17,6 +17,8 @@ import torch
 from actors import vllm_compat
 from orchestrator.errors import ChannelError, ConfigError
 
+from . import vllm_nccl
+
 NEEDED = "2.29.7"
 """The first NCCL with ncclCommSuspend and ncclCommResume, which vLLM 0.32 and later bind."""
 _OPTIONAL = {"ncclCommQueryProperties", "ncclCommWindowRegister", "ncclCommWindowDeregister"}
@@ -37,7 +39,7 @@ _MUST_AGREE = (
 
 def description() -> str:
     """``NCCL 2.29.7``. ChannelError, saying what was found and what is needed, if unusable."""
-    wrapper = vllm_compat.nccl_wrapper()
+    wrapper = vllm_nccl.nccl_wrapper()
     try:
         version = wrapper.NCCLLibrary().ncclGetVersion()
     except Exception as error:
@@ -56,7 +58,7 @@ def must_be_enabled(communicator: Any, rank: int) -> None:
 
 def settings() -> dict[str, str]:
     """What the environment tells NCCL here that all ranks must be told alike."""
-    with vllm_compat.shared_nccl_env():
+    with vllm_nccl.shared_nccl_env():
         return {name: os.environ[name] for name in _MUST_AGREE if name in os.environ}
 
 

@@ -7,7 +7,7 @@ checkpoint tensor is not, or does not fill every parameter exactly once, there i
 the caller must use vLLM's layerwise reload. The live weights are not touched.
 
 Weights that vLLM derives from the loaded ones are not seen here: ask
-``vllm_compat.derived_weights`` too.
+``vllm_model.derived_weights`` too.
 """
 
 from __future__ import annotations

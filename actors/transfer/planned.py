@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from actors import vllm_compat
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import TensorSpec
 
+from . import vllm_model
 from .digest import Digester, Part, parts_of
 from .layout import Layout
 from .plan import LoadPlan, NoPlan, Unfit
@@ -70,7 +70,7 @@ class Planned:
             return
         self.forget("")
         self._specs = specs
-        derived = list(vllm_compat.derived_weights(self._model))
+        derived = list(vllm_model.derived_weights(self._model))
         if derived:
             more = f" (and {len(derived) - 1} more)" if len(derived) > 1 else ""
             self._reason = f"{derived[0]}{more}"

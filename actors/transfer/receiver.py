@@ -29,11 +29,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from actors import vllm_compat
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import TransferBackend
 
-from . import heap, runs, tiles
+from . import heap, runs, tiles, vllm_model
 from .baseline import NativeInbox, NativeIpcInbox, NativeNcclInbox
 from .inbox import Inbox, Invitation, accept_dtypes
 from .ipc import IpcInbox
@@ -122,8 +121,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         """Begin layerwise reload. A former, failed update is forgotten first."""
         self._opened().aside.finish()
         if not self._reloading:
-            self._tied = vllm_compat.tied_parameters(self.model)
-        vllm_compat.begin_reload(self.model, self.model_config, interrupted=self._reloading)
+            self._tied = vllm_model.tied_parameters(self.model)
+        vllm_model.begin_reload(self.model, self.model_config, interrupted=self._reloading)
         self._reloading, self._loaded = True, False
         self._expected = {name for name, _ in self.model.named_parameters()} - set(self._tied)
 
@@ -161,8 +160,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             raise TransferError(
                 "the update did not arrive whole: only a complete new one makes the weights usable"
             )
-        vllm_compat.end_reload(self.model, self.model_config)
-        vllm_compat.refresh_tied(self.model, self._tied)
+        vllm_model.end_reload(self.model, self.model_config)
+        vllm_model.refresh_tied(self.model, self._tied)
         self._reloading = self._loaded = False
         self._synchronize()
         inbox = self._opened()
@@ -290,9 +289,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         if isinstance(inbox, NativeInbox):
             inbox.load(self._arguments, sync_id)
         else:
-            with vllm_compat.loading_context():
+            with vllm_model.loading_context():
                 loaded = self.model.load_weights(self._noted(inbox, sync_id))
-        missing = set(vllm_compat.incomplete_parameters(self.model, self._tied))
+        missing = set(vllm_model.incomplete_parameters(self.model, self._tied))
         if loaded is not None:
             missing |= self._expected - set(loaded)
         if missing:

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from actors import vllm_compat
 from orchestrator.types import TensorSpec
 
+from . import vllm_model
 from .layout import dtype_name, dtype_of
 from .region import Region
 
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter.is_meta:
                 raise NoPlan(f"{name} is on the meta device: the model is not loaded")
         try:
-            with vllm_compat.loading_context(), torch.no_grad(), self:
+            with vllm_model.loading_context(), torch.no_grad(), self:
                 self._model.load_weights(self._feed())  # type: ignore[operator]
         except NoPlan:
             raise

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from actors import vllm_compat
+from actors.transfer import vllm_model
 from actors.transfer.digest import digest_all, parts_of
 from actors.transfer.layout import dtype_name
 from actors.transfer.plan import LoadPlan, NoPlan
@@ -115,7 +115,7 @@ def examine(make: Any, folder: Path, wire: torch.dtype) -> dict[str, Any]:
         "parts": {n: p.to_wire() for n, p in parts_of(plan.live(), shapes).items()},
         "digests": digest_all(b.items()),
         "shapes": shapes,
-        "derived before": list(vllm_compat.derived_weights(replayed)),
+        "derived before": list(vllm_model.derived_weights(replayed)),
     }
     missing = [spec for spec in specs_of(a) if "layers.1.self_attn.k_proj" not in spec.name]
     try:
@@ -137,7 +137,7 @@ def processed(make: Any, config: Any, folder: Path) -> dict[str, Any]:
     model, tensors = make(), tensors_of(folder / "1", torch.float32)
     model.load_weights(iter(tensors.items()))
     process_weights_after_loading(model, config, torch.device("cpu"))
-    result: dict[str, Any] = {"derived": list(vllm_compat.derived_weights(model))}
+    result: dict[str, Any] = {"derived": list(vllm_model.derived_weights(model))}
     try:
         LoadPlan.record(model, specs_of(tensors))
     except NoPlan as error:

@@ -11,8 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from actors import vllm_compat
-from actors.transfer import memory, nccl, nccl_check
+from actors.transfer import memory, nccl, nccl_check, vllm_nccl
 from actors.transfer.baseline import (
     PACKED_BYTES,
     NativeIpcInbox,
@@ -164,7 +163,7 @@ def test_packed_broadcasts_get_what_is_staged_and_the_agreed_buffer_size(
     monkeypatch.setattr(nccl_check, "description", lambda: "NCCL 2.29.7")
     uuids = ["GPU-trainer"]
     monkeypatch.setattr(nccl, "gpu_id", lambda device: uuids.pop() if uuids else "GPU-worker")
-    monkeypatch.setattr(vllm_compat, "send_packed", send_packed)
+    monkeypatch.setattr(vllm_nccl, "send_packed", send_packed)
     sender = Sender(WEIGHTS.items)
     spec = sender.listen(2, TIMEOUT_S)
     joining: Future[Inbox] = threads.submit(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from actors import vllm_compat
-from actors.transfer import nccl, nccl_check
+from actors.transfer import nccl, nccl_check, vllm_nccl
 from actors.transfer.base import make_sender
 from actors.transfer.link import BrokenLink
 from actors.transfer.nccl import NcclLink
@@ -66,7 +66,7 @@ def install(monkeypatch: pytest.MonkeyPatch, library: Library | None) -> None:
     wrapper = SimpleNamespace(
         NCCLLibrary=NCCLLibrary, find_nccl_library=lambda: "/opt/nccl/libnccl.so.2"
     )
-    monkeypatch.setattr(vllm_compat, "nccl_wrapper", lambda: wrapper)
+    monkeypatch.setattr(vllm_nccl, "nccl_wrapper", lambda: wrapper)
     monkeypatch.setattr(ctypes, "CDLL", load)
     monkeypatch.setattr(vllm_compat, "vllm_version", lambda: "0.32.0")
 
@@ -90,7 +90,7 @@ def test_one_that_lacks_only_what_vllm_no_longer_asks_for_is_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, Library(22809, SYMBOLS[:2]))
-    library = vllm_compat.nccl_wrapper().NCCLLibrary
+    library = vllm_nccl.nccl_wrapper().NCCLLibrary
     library.exported_functions = library.exported_functions[:2]
     assert nccl_check.description() == "NCCL 2.28.9"
 
@@ -135,14 +135,14 @@ def test_a_trainers_process_loads_vllms_plugins_before_it_asks(
 
     loaded: list[str] = []
     monkeypatch.setattr(vllm.plugins, "load_general_plugins", lambda: loaded.append("plugins"))
-    assert vllm_compat.nccl_wrapper().NCCLLibrary.exported_functions
+    assert vllm_nccl.nccl_wrapper().NCCLLibrary.exported_functions
     assert loaded == ["plugins"]
 
 
 def test_settings_that_ranks_do_not_reconcile_must_be_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm_compat, "shared_nccl_env", contextlib.nullcontext)
+    monkeypatch.setattr(vllm_nccl, "shared_nccl_env", contextlib.nullcontext)
     for name in nccl_check._MUST_AGREE:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")  # each its own
@@ -197,7 +197,7 @@ def test_one_that_fails_for_another_reason_keeps_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, Library(22907))
-    wrapper = vllm_compat.nccl_wrapper()
+    wrapper = vllm_nccl.nccl_wrapper()
 
     def broken(self: Any) -> None:
         raise RuntimeError("NCCL error: unhandled system error")
@@ -259,8 +259,8 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: Current("current"))
         monkeypatch.setattr(nccl_check, "description", lambda: "NCCL 2.29.7")
-        monkeypatch.setattr(vllm_compat, "nccl_unique_id", lambda: b"unique")
-        monkeypatch.setattr(vllm_compat, "nccl_communicator", self.join)
+        monkeypatch.setattr(vllm_nccl, "nccl_unique_id", lambda: b"unique")
+        monkeypatch.setattr(vllm_nccl, "nccl_communicator", self.join)
 
     def join(self, unique: bytes, rank: int, world: int, device: object) -> Gpu:
         self.log.append(f"join {unique!r} {rank}/{world}")
@@ -336,7 +336,7 @@ def test_a_rank_that_cannot_join_says_with_which_nccl(
     def refused(*args: object) -> None:
         raise RuntimeError("NCCL error: invalid usage")
 
-    monkeypatch.setattr(vllm_compat, "nccl_communicator", refused)
+    monkeypatch.setattr(vllm_nccl, "nccl_communicator", refused)
     with pytest.raises(ChannelError, match=r"rank 0 cannot join over NCCL 2\.29\.7.*invalid usage"):
         link(Meeting())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from actors import vllm_compat
+from actors.transfer import vllm_model
 from actors.transfer.digest import digest_all, parts_of, whole
 from actors.transfer.layout import Layout, dtype_name
 from actors.transfer.plan import LoadPlan, NoPlan
@@ -381,7 +381,7 @@ def test_a_plan_knows_when_parameters_moved() -> None:
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> tuple[Model, Planned, Layout]:
     """A model of one parameter without a vLLM around it, and its plan."""
-    monkeypatch.setattr(vllm_compat, "derived_weights", lambda model: iter(()))
+    monkeypatch.setattr(vllm_model, "derived_weights", lambda model: iter(()))
     model = Model(plain, w=(2,))
     return model, Planned(model), Layout.of(specs_of(checkpoint(w=(2,))))
 
