@@ -1,5 +1,5 @@
-"""vLLM's front end; with ``transfer.vllm_model`` and ``transfer.vllm_nccl`` the only modules that
-know which vLLM this is.
+"""vLLM's front end. What differs between versions of vLLM is known here, in ``core_swap``,
+``transfer.vllm_model``, ``transfer.vllm_nccl`` and, for vLLM's own transfer, ``transfer.baseline``.
 
 0.32 is tested on a CPU; 0.33 ran on one NVIDIA H200 (backend ipc) and on two (nccl).
 
@@ -29,7 +29,6 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.types import FinishReason, KVPolicy, PauseMode, PolicyVersion, TokenSpan
 
-SUPPORTED = ("0.32", "0.33")
 INITIAL_LABEL = "default"
 """vLLM's label of the weights an engine was started with; our version 0."""
 
@@ -278,10 +277,11 @@ def chosen_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
     """
     if not token_ids:
         return []
-    first = () if logprobs is None else logprobs.start_indices
-    if [logprobs.token_ids[at] for at in first] != list(token_ids):
+    starts = list(getattr(logprobs, "start_indices", ()))
+    whole = len(starts) == len(token_ids) and all(map(int.__lt__, starts, logprobs.end_indices))
+    if not whole or [logprobs.token_ids[at] for at in starts] != list(token_ids):
         raise UnexpectedAnswer(f"{len(token_ids)} tokens came without their logprobs")
-    return [float(logprobs.logprobs[at]) for at in first]
+    return [float(logprobs.logprobs[at]) for at in starts]
 
 
 def prompt_logprobs(token_ids: Sequence[int], logprobs: Any) -> tuple[float, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean
 from typing import Any
@@ -51,6 +52,15 @@ class Load:
         await settle(self._tasks)
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What was written in a while."""
+
+    tokens: int
+    seconds: float
+    swaps: int
+
+
 class Slots:
     """Tokens a second in short slots of several kinds that take turns, under one load.
 
@@ -60,9 +70,7 @@ class Slots:
     def __init__(self, written: Callable[[], Awaitable[Sequence[tuple[float, int]]]]) -> None:
         """``written``: of each engine, its time and its tokens until then."""
         self._written = written
-        self._speeds: defaultdict[str, list[float]] = defaultdict(list)
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._swaps: Counter[str] = Counter()
+        self._slots: defaultdict[str, list[Slot]] = defaultdict(list)
 
     async def measure(self, kind: str, meanwhile: Callable[[], Awaitable[int]]) -> None:
         """One slot: as long as ``meanwhile`` runs, which says how many swaps it made."""
@@ -70,56 +78,62 @@ class Slots:
         swaps = await meanwhile()
         after = await self._written()
         spans = [(t1 - t0, n1 - n0) for (t0, n0), (t1, n1) in zip(before, after, strict=True)]
-        self._speeds[kind].append(sum(tokens / seconds for seconds, tokens in spans))
-        self._seconds[kind] += fmean(seconds for seconds, _ in spans)
-        self._swaps[kind] += swaps
+        seconds, tokens = fmean(t for t, _ in spans), sum(n for _, n in spans)
+        self._slots[kind].append(Slot(tokens, seconds, swaps))
 
     def result(self, base: str, others: Sequence[str]) -> dict[str, Any]:
-        """Means, and their ``share`` of ``base``'s with its standard error. None: no slots.
+        """Speeds, and the ``share`` of ``base``'s with its standard error. None: no slots.
 
         ``swap_costs_s``: seconds of decoding that one swap takes away, with all that belongs to it.
         """
-        found: dict[str, Any] = {
-            "tokens_per_s": {base: fmean(self._speeds[base])},
-            "samples": {base: self._speeds[base]},
-        }
-        for kind in others:
-            speeds, swaps = self._speeds[kind], self._swaps[kind]
-            pairs = list(zip(speeds, self._speeds[base], strict=bool(speeds)))
-            share, error = _ratio(pairs), _error(pairs)
-            cost = None
-            if swaps and share is not None:
-                cost = (1 - share) * self._seconds[kind] / swaps
-            of_kind = {
-                "samples": speeds,
-                "tokens_per_s": fmean(speeds) if speeds else None,
-                "share": share,
-                "share_error": error,
-                "swaps": swaps,
-                "swap_costs_s": cost,
-                "swap_costs_error_s": error * self._seconds[kind] / swaps
-                if swaps and error is not None
-                else None,
+        found: dict[str, Any] = {}
+        for kind in (base, *others):
+            slots = self._slots[kind]
+            pairs = list(zip(slots, self._slots[base], strict=bool(slots)))
+            of_kind: dict[str, Any] = {
+                "samples": [slot.tokens / slot.seconds for slot in slots],
+                "tokens_per_s": _speed(slots),
             }
+            if kind != base:
+                of_kind |= {
+                    "share": _share(pairs),
+                    "share_error": _error(_share, pairs),
+                    "swaps": sum(slot.swaps for slot in slots),
+                    "swap_costs_s": _cost(pairs),
+                    "swap_costs_error_s": _error(_cost, pairs),
+                }
             for name, value in of_kind.items():
                 found.setdefault(name, {})[kind] = value
         return found
 
 
-Pairs = Sequence[tuple[float, float]]
+Pairs = Sequence[tuple[Slot, Slot]]
+"""A slot, and the one of the base beside it."""
 
 
-def _ratio(pairs: Pairs) -> float | None:
-    """Of the sums: a mean of ratios would favour what is compared with noisy slots."""
-    below = sum(b for _, b in pairs)
-    return sum(a for a, _ in pairs) / below if below else None
+def _speed(slots: Sequence[Slot]) -> float | None:
+    """Of the sums: a mean of speeds would favour short slots."""
+    seconds = sum(slot.seconds for slot in slots)
+    return sum(slot.tokens for slot in slots) / seconds if seconds else None
 
 
-def _error(pairs: Pairs) -> float | None:
-    """Standard error of :func:`_ratio`, by leaving out one pair after the other (jackknife)."""
+def _share(pairs: Pairs) -> float | None:
+    speed, base = _speed([one for one, _ in pairs]), _speed([base for _, base in pairs])
+    return speed / base if speed is not None and base else None
+
+
+def _cost(pairs: Pairs) -> float | None:
+    swaps, share = sum(one.swaps for one, _ in pairs), _share(pairs)
+    if not swaps or share is None:
+        return None
+    return (1 - share) * sum(one.seconds for one, _ in pairs) / swaps
+
+
+def _error(estimate: Callable[[Pairs], float | None], pairs: Pairs) -> float | None:
+    """Standard error of ``estimate``, by leaving out one pair after the other (jackknife)."""
     n = len(pairs)
-    without = [_ratio([p for j, p in enumerate(pairs) if j != i]) for i in range(n)]
-    known = [ratio for ratio in without if ratio is not None]
+    without = [estimate([p for j, p in enumerate(pairs) if j != i]) for i in range(n)]
+    known = [value for value in without if value is not None]
     if n < 2 or len(known) < n:
         return None
-    return sqrt((n - 1) / n * sum((ratio - fmean(known)) ** 2 for ratio in known))
+    return sqrt((n - 1) / n * sum((value - fmean(known)) ** 2 for value in known))

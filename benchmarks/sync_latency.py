@@ -482,8 +482,10 @@ def prepare(options: argparse.Namespace) -> None:
     prepared = assembly.preflight(settings)
     checked = prepared.checked
     options.tokens = DECODE_TOKENS["gpu" if checked.gpus else "cpu"]
-    limit = int(models.read_config(checked.engine_path)["max_position_embeddings"])
-    context = max(checked.max_model_len, min(2 * options.tokens, limit))
+    context = checked.max_model_len
+    if settings.max_model_len is None:
+        limit = int(models.read_config(checked.engine_path)["max_position_embeddings"])
+        context = max(context, min(2 * options.tokens, limit))
     options.tokens = min(options.tokens, context // 2)
     options.settings = settings
     options.prepared = replace(prepared, checked=replace(checked, max_model_len=context))

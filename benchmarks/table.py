@@ -79,11 +79,14 @@ def _throughput(rows: list[dict[str, Any]]) -> Any:
     for row in rows:
         speed, share = row["tokens_per_s"], row["share"]
         cells = [
-            "-" if share[key] is None else f"{speed[key]:.0f} ({share[key]:.1%}{_error(row, key)})"
+            f"{speed[key]:.0f} ({share[key]:.1%}{_error(row, key)})" if share.get(key) else "-"
             for key in ("one_swap_a_second", "always_swapping", "always_staging")
         ]
-        cost = row["swap_costs_s"]["always_swapping"]
-        error = row["swap_costs_error_s"]["always_swapping"]
+        # Results from before it was measured have none.
+        cost, error = (
+            row.get(key, {}).get("always_swapping")
+            for key in ("swap_costs_s", "swap_costs_error_s")
+        )
         cells.append("-" if cost is None else f"{ms(cost)} \u00b1 {ms(error)} ms")
         table.add_row(row["backend"], str(row["requests"]), f"{speed['without']:.0f}", *cells)
     return table

@@ -77,7 +77,8 @@ def copy_tile(tiles, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
     copy_run(tiles + tl.program_id(0).to(tl.int64) * 3, STEP)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Compiled once, whatever the count is: a variant for some would be compiled while decoding.
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def copy_tiles(tiles, count, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copy ``count`` rows of the table, by any number of programs."""
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):

@@ -1,4 +1,4 @@
-"""Many copies on one GPU by one kernel launch, at the speed of a single large copy.
+"""Many copies on one GPU by one kernel launch, at the speed of a single large copy or slower.
 
 ``torch._foreach_copy_`` reaches about 65 % of that with two-byte elements (H200), and takes a
 launch for every hundred tensors.

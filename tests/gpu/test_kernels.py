@@ -64,10 +64,22 @@ def test_the_copy_kernel_copies_runs_of_any_length(programs: int | None) -> None
         assert not beyond.any()
 
 
-@pytest.mark.parametrize("nbytes", [5, 16, (3 << 20) + 7])
-def test_a_copy_beside_decoding_is_there_on_return(nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [5, 16, (3 << 20) + 7, 16 << 20])
+def test_a_copy_beside_decoding_is_there_on_return(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
     target = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cuda")
-    beside.copy_beside(target[:nbytes], source)
+    assert runs.usable(source.device)
+    programs: list[int | None] = []
+    run = runs.Runs.run
+    monkeypatch.setattr(runs.Runs, "run", lambda r, n: [programs.append(n), run(r, n)])
+    torch.cuda.synchronize()
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        torch.cuda._sleep(50_000_000)
+        beside.copy_beside(target[:nbytes], source)
+    assert aside.query()
+    assert programs == ([beside.PROGRAMS] if nbytes >= 16 else [])
     assert torch.equal(target[:nbytes], source)
     assert not target[nbytes:].any()

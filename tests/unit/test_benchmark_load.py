@@ -20,7 +20,11 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-async def slots_of(speeds: dict[str, Sequence[float]], swaps: int = 0) -> Any:
+Slot = tuple[float, float, int]
+"""Tokens a second, seconds, swaps."""
+
+
+async def slots_of(slots: dict[str, Sequence[Slot]]) -> Any:
     import load
 
     clock, tokens = 0.0, 0
@@ -28,41 +32,50 @@ async def slots_of(speeds: dict[str, Sequence[float]], swaps: int = 0) -> Any:
     async def written() -> list[tuple[float, int]]:
         return [(clock, tokens)]
 
-    slots = load.Slots(written)
-    for kind, values in speeds.items():
+    found = load.Slots(written)
+    for kind, values in slots.items():
         for value in values:
 
-            async def decode(value: float = value) -> int:
+            async def decode(value: Slot = value) -> int:
                 nonlocal clock, tokens
-                clock, tokens = clock + 2.0, tokens + int(2 * value)
+                speed, seconds, swaps = value
+                clock, tokens = clock + seconds, tokens + round(seconds * speed)
                 return swaps
 
-            await slots.measure(kind, decode)
-    return slots.result("without", ("swapping", "staging"))
+            await found.measure(kind, decode)
+    return found.result("without", ("swapping", "staging"))
+
+
+def equal(*speeds: float) -> list[Slot]:
+    return [(speed, 2.0, 0) for speed in speeds]
 
 
 @pytest.mark.usefixtures("benchmarks")
 async def test_a_share_is_of_the_sums_and_its_error_is_zero_only_without_noise() -> None:
-    noisy = await slots_of({"without": (100, 50), "swapping": (90, 60)})
+    noisy = await slots_of({"without": equal(100, 50), "swapping": equal(90, 60)})
     assert noisy["tokens_per_s"] == {"without": 75, "swapping": 75, "staging": None}
     assert noisy["share"] == {"swapping": 1.0, "staging": None}
     assert noisy["share_error"]["swapping"] > 0.1
-    steady = await slots_of({"without": (100, 50), "swapping": (90, 45)})
+    steady = await slots_of({"without": equal(100, 50), "swapping": equal(90, 45)})
     assert steady["share"]["swapping"] == pytest.approx(0.9)
     assert steady["share_error"]["swapping"] == pytest.approx(0)
-    assert (await slots_of({"without": (0, 0), "swapping": (1, 1)}))["share"]["swapping"] is None
+    none = await slots_of({"without": equal(0, 0), "swapping": equal(1, 1)})
+    assert none["share"]["swapping"] is None
 
 
 @pytest.mark.usefixtures("benchmarks")
-async def test_a_swap_costs_what_its_slots_lack() -> None:
-    found = await slots_of({"without": (100, 50), "swapping": (90, 45)}, swaps=4)
-    assert found["swaps"] == {"swapping": 8, "staging": 0}
-    assert found["swap_costs_s"]["swapping"] == pytest.approx(0.1 * 4.0 / 8)
-    assert found["swap_costs_error_s"]["swapping"] == pytest.approx(0)
-    assert found["swap_costs_s"]["staging"] is None
-    noisy = await slots_of({"without": (100, 50), "swapping": (90, 60)}, swaps=4)
-    error = noisy["share_error"]["swapping"] * 4.0 / 8
-    assert noisy["swap_costs_error_s"]["swapping"] == pytest.approx(error)
+async def test_a_swap_costs_the_decoding_that_its_slots_lack_however_long_they_are() -> None:
+    def slot(seconds: float, swaps: int) -> Slot:
+        return 10_000 * (seconds - 0.3 * swaps) / seconds, seconds, swaps
+
+    without = [(10_000.0, 1.0, 0)] * 3
+    found = await slots_of({"without": without, "swapping": [slot(1, 2), slot(2.2, 3), slot(1, 1)]})
+    assert found["swaps"] == {"swapping": 6, "staging": 0}
+    assert found["swap_costs_s"]["swapping"] == pytest.approx(0.3, abs=1e-4)
+    assert found["swap_costs_error_s"]["swapping"] == pytest.approx(0, abs=1e-4)
+    assert found["swap_costs_s"]["staging"] is found["swap_costs_error_s"]["staging"] is None
+    noisy = await slots_of({"without": without, "swapping": [slot(1, 2), (5000, 1, 2), slot(1, 1)]})
+    assert noisy["swap_costs_error_s"]["swapping"] > 0.01
 
 
 @pytest.mark.usefixtures("benchmarks")

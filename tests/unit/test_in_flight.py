@@ -66,6 +66,7 @@ class FakeCore:
             starts.append((label, first))
         logprobs = SimpleNamespace(
             start_indices=range(len(tokens)),
+            end_indices=range(1, len(tokens) + 1),
             token_ids=list(tokens),
             logprobs=[-t / 8 for t in tokens],
         )

@@ -16,6 +16,12 @@ def test_the_chosen_token_of_each_position_is_taken() -> None:
     assert chosen_logprobs([7, 7, 2], flat) == [-0.875, -0.875, -0.25]
     assert chosen_logprobs([2], flat[-1:]) == [-0.25]
     assert chosen_logprobs([], None) == []
-    for tokens, said in (([7, 7], flat), ([7, 7, 3], flat), ([7], None), ([7], flat[:0])):
+    gap, end = FlatLogprobs(), FlatLogprobs()
+    gap.append(None)
+    gap.append_fast([7], [-1.0], [1], [None])
+    end.append_fast([7], [-1.0], [1], [None])
+    end.append(None)
+    wrong = [([7, 7], flat), ([7, 7, 3], flat), ([7], None), ([7], flat[:0]), ([7], [{7: -1.0}])]
+    for tokens, said in [*wrong, ([7, 7], gap), ([7, 7], end)]:
         with pytest.raises(UnexpectedAnswer, match=f"{len(tokens)} tokens came without"):
             chosen_logprobs(tokens, said)
