@@ -78,6 +78,7 @@ class Core:
         os.environ.update(
             vllm_compat.engine_environment(
                 cpu=settings.cpu,
+                uni=settings.executor_backend == "uni",
                 offline=settings.offline,
                 threads=settings.compute_threads,
                 batch_invariant=settings.batch_invariant,

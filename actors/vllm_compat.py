@@ -58,7 +58,7 @@ def packages() -> dict[str, str]:
 
 
 def engine_environment(
-    *, cpu: bool, offline: bool, threads: int, batch_invariant: bool
+    *, cpu: bool, uni: bool, offline: bool, threads: int, batch_invariant: bool
 ) -> dict[str, str]:
     """Variables that must be set before vLLM is first imported in the process."""
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0"}
@@ -68,6 +68,11 @@ def engine_environment(
         # The default binds every engine of the machine to the same cores.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(threads)
+        if uni:
+            # Else vLLM makes a process for the only worker, to set OpenMP's variables for it, which
+            # is done here: a third import of vLLM, and a message more each step. AsyncLLM has its
+            # engine core in a process of its own all the same.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # Eager here, but one function that ranks logprobs is compiled with the first request:
         # 24 s of C++ compiler for nothing.
         env["TORCH_COMPILE_DISABLE"] = "1"
