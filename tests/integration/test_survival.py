@@ -52,7 +52,7 @@ def test_a_death_in_every_state_costs_no_step_and_no_rollout(tmp_path: Path) -> 
 
 
 def nothing_lost_nothing_twice(ended: Ended) -> None:
-    """Every group is whole, every id is there once, every token is in one span."""
+    """Every group but the newest is whole, every id there once, every token in one span."""
     rollouts = ended.lines("rollouts.jsonl")
     assert len({r["id"] for r in rollouts}) == len(rollouts)
     for rollout in rollouts:
@@ -66,7 +66,9 @@ def nothing_lost_nothing_twice(ended: Ended) -> None:
     trained = [r for r in rollouts if r["status"] == "trained"]
     assert len(trained) == 7 * 32
     assert sorted(groups) == list(range(len(groups))), "a prompt group is missing"
-    assert all(len(ids) == 4 for ids in groups.values())
+    *whole, newest = (len(groups[number]) for number in sorted(groups))
+    assert set(whole) == {4}
+    assert 1 <= newest <= 4  # it may have waited for a free request when the run was over
     # What was not at its end when the run was over ended with what it had.
     assert all(r["finish_reason"] in ("length", "stop") for r in trained)
 
