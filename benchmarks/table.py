@@ -79,7 +79,9 @@ def _throughput(rows: list[dict[str, Any]]) -> Any:
     for row in rows:
         speed, share = row["tokens_per_s"], row["share"]
         cells = [
-            f"{speed[key]:.0f} ({share[key]:.1%}{_error(row, key)})" if share.get(key) else "-"
+            f"{speed[key]:.0f} ({share[key]:.1%}{_error(row, key)})"
+            if share.get(key) is not None
+            else "-"
             for key in ("one_swap_a_second", "always_swapping", "always_staging")
         ]
         # Results from before it was measured have none.
