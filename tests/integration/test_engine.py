@@ -347,6 +347,12 @@ async def test_loopback_advertised_by_another_machine_is_refused(real_rig: RealR
         await rig.sender.close_channel()
 
 
+async def test_the_only_worker_lives_in_the_engine_core(real_rig: RealRig) -> None:
+    below = [psutil.Process(pid) for pid in real_rig.info.pids if psutil.pid_exists(pid)]
+    titles = [" ".join(process.cmdline()).strip() for process in below]
+    assert [title for title in titles if title.startswith("VLLM::")] == ["VLLM::EngineCore"]
+
+
 async def test_twenty_channels_leave_the_sockets_of_the_engine_as_they_were(
     real_rig: RealRig,
 ) -> None:
