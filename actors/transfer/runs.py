@@ -17,7 +17,7 @@ TILE = 32 << 10
 """Bytes that one program of the kernel copies, at most."""
 _STEP = 4096
 """Words of 4 bytes at a time."""
-_UNIT = 16
+UNIT = 16
 """Bytes: addresses and lengths must be multiples of it."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -56,9 +56,9 @@ def fits(target: torch.Tensor, source: torch.Tensor) -> bool:
         and target.device == source.device
         and target.is_contiguous()
         and source.is_contiguous()
-        and not target.numel() * target.element_size() % _UNIT
-        and not target.data_ptr() % _UNIT
-        and not source.data_ptr() % _UNIT
+        and not target.numel() * target.element_size() % UNIT
+        and not target.data_ptr() % UNIT
+        and not source.data_ptr() % UNIT
     )
 
 
