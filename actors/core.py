@@ -21,10 +21,13 @@ from .engine_settings import EngineSettings
 from .nodes import ray_node
 from .processes import (
     ACTOR_ENV,
+    SCRATCH_ENV,
     ProcessId,
     free_shared_memory,
     gone,
     kill,
+    make_scratch,
+    remove_scratch,
     shared_memory,
     tree,
     unlink,
@@ -86,8 +89,12 @@ class Core:
         )
         if settings.executor_backend == "ray":
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(settings.worker_gpus)
+        else:  # vLLM copies its variables to Ray's workers, and the folder is not on their nodes
+            os.environ.update(make_scratch())
         os.environ[ACTOR_ENV] = str(os.getpid())
         began = time.perf_counter()
+        # A quarter of the time that importing vLLM takes is the collector's, and all of it stays.
+        gc.disable()
         try:
             self._llm = await asyncio.to_thread(vllm_compat.make_llm, settings.arguments())
         except Exception as error:
@@ -96,6 +103,8 @@ class Core:
                 f"vLLM did not start: {type(error).__name__}: {error}"
                 + (f" (its output: {settings.log_path})" if settings.log_path else ""),
             ) from None
+        finally:
+            gc.enable()
         self._reporter.forward_logger("vllm")
         self._watcher = asyncio.create_task(self._watch(vllm_compat.core_pids(self._llm)))
         self.tokenizer = self._llm.get_tokenizer()
@@ -178,7 +187,7 @@ class Core:
         return EngineError(self.name, f"{type(error).__name__}: {text}")
 
     async def close(self) -> None:
-        """Stop vLLM, fail its requests, remove its processes and shared memory. Idempotent."""
+        """Stop vLLM, fail its requests, remove its processes and files. Idempotent."""
         if self._watcher is not None:
             self._watcher.cancel()
         llm, self._llm = self._llm, None
@@ -196,6 +205,7 @@ class Core:
         await asyncio.to_thread(kill, own)
         await asyncio.to_thread(free_shared_memory)
         unlink(shared)
+        await asyncio.to_thread(remove_scratch, os.environ.get(SCRATCH_ENV))
 
     async def _watch(self, pids: tuple[int, ...]) -> None:
         pid = await gone(pids)

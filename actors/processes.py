@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import re
 import select
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -25,6 +26,14 @@ from .nodes import node_id, ray_node
 
 ACTOR_ENV = "MIDFLIGHT_ACTOR_PID"
 """Set by an engine actor; every vLLM process below it ends when that process does."""
+
+SCRATCH_ENV = "MIDFLIGHT_SCRATCH"
+"""Folder for what an engine's processes write to the temporary folder: removed with them."""
+_LONGEST_SCRATCH = 107 - len("/") - 36
+"""A socket's path has at most 107 bytes; vLLM appends a UUID."""
+
+_SHARED_MEMORY = "/dev/shm"
+_THEIRS = ("psm_", "vllm_", "sem.mp-", "torch_", "nccl-")
 
 _armed = False
 
@@ -65,6 +74,13 @@ class Belongings:
     shared_memory: frozenset[str]
     ray_node: str = ""
     """Ray's id of the node."""
+    scratch: str | None = None
+    """Its temporary folder."""
+
+    def remove(self) -> None:
+        """Remove what it left on this machine. Only when its processes are gone."""
+        unlink(self.shared_memory)
+        remove_scratch(self.scratch)
 
 
 class Counted:
@@ -73,7 +89,9 @@ class Counted:
     async def belongings(self) -> Belongings:
         """What there is now; ask again when more was started."""
         own = tree(os.getpid())
-        return Belongings(node_id(), own, shared_memory(own), ray_node())
+        return Belongings(
+            node_id(), own, shared_memory(own), ray_node(), os.environ.get(SCRATCH_ENV)
+        )
 
 
 def tree(pid: int) -> tuple[ProcessId, ...]:
@@ -140,13 +158,18 @@ def _wait(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.
 
 def shared_memory(processes: Iterable[ProcessId]) -> frozenset[str]:
     """Files in shared memory that vLLM, torch or Python made for these processes."""
-    found: set[str] = set()
+    mapped: set[int] = set()
     for process in processes:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                # Ray's object store is mapped too, and is not theirs.
-                if match := re.search(r"/dev/shm/(?:psm_|vllm_|sem\.mp-|torch_|nccl-)\S+$", line):
-                    found.add(match[0])
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith(f"{_SHARED_MEMORY}/"):
+                    mapped.add(int(fields[4]))
+    found: set[str] = set()
+    # By inode: who made a semaphore has mapped it under a name that it never had since.
+    with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as files:
+        # Ray's object store is mapped too, and is not theirs.
+        found |= {f.path for f in files if f.inode() in mapped and f.name.startswith(_THEIRS)}
     return frozenset(found)
 
 
@@ -155,6 +178,32 @@ def unlink(paths: Iterable[str]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def make_scratch() -> dict[str, str]:
+    """Make a temporary folder for the processes below this one; the variables that name it.
+
+    vLLM leaves its sockets and its rendezvous file there, also when it ends in order. Empty where
+    the temporary folder's path is too long for sockets one level deeper.
+    """
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) + len("/midflight-12345678") > _LONGEST_SCRATCH:
+        return {}
+    folder = tempfile.mkdtemp(prefix="midflight-")
+    # Caches that torch keeps in the temporary folder are to outlive it.
+    caches = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{parent}/torchinductor_{os.getuid()}")
+    return {
+        SCRATCH_ENV: folder,
+        "TMPDIR": folder,
+        "VLLM_RPC_BASE_PATH": folder,
+        "TORCHINDUCTOR_CACHE_DIR": caches,
+    }
+
+
+def remove_scratch(folder: str | None) -> None:
+    """Remove what :func:`make_scratch` made."""
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_shared_memory() -> None:
@@ -205,6 +254,10 @@ def die_with_actor() -> None:
 
     def watch() -> None:
         select.select([fd], [], [])
+        # Ray ends the resource tracker with the actor: perhaps nobody else is left to remove these.
+        own = ProcessId.of(os.getpid())
+        unlink(shared_memory([own] if own else []))
+        remove_scratch(os.environ.get(SCRATCH_ENV))
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="die-with-actor", daemon=True).start()

@@ -164,7 +164,7 @@ class RemoteActor:
                     self._belongings.processes,
                     first_wait_s=KILL_S if killed else 0.0,
                 )
-                processes.unlink(self._belongings.shared_memory)
+                await asyncio.to_thread(self._belongings.remove)
             elif killed and not answered:
                 await sweep(self._belongings)
         await self._stand_up()
@@ -226,7 +226,7 @@ async def sweep(belongings: processes.Belongings, timeout_s: float = SWEEP_S) ->
 
 def _end(belongings: processes.Belongings) -> None:
     processes.kill(belongings.processes, timeout_s=KILL_S)
-    processes.unlink(belongings.shared_memory)
+    belongings.remove()
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from actors.adapters import RayEngine
 from actors.engine_settings import EngineSettings
+from actors.processes import SCRATCH_ENV, ProcessId, shared_memory
 from orchestrator.errors import (
     ChannelError,
     EngineDied,
@@ -403,12 +404,11 @@ class Doomed:
 
     def __init__(self, engine: RayEngine, info: EngineInfo, rig: Rig, model: Any) -> None:
         self.engine, self.info, self.rig, self.model = engine, info, rig, model
-        self.shared_memory = {
-            path
-            for pid in info.pids
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
-            if (path := line.split(maxsplit=5)[-1]).startswith("/dev/shm/")
-        }
+        self.shared_memory = shared_memory(
+            known for pid in info.pids if (known := ProcessId.of(pid)) is not None
+        )
+        self.scratch = Path(self.core().environ()[SCRATCH_ENV])
+        assert any(path.is_socket() for path in self.scratch.iterdir())
 
     def processes(self) -> list[psutil.Process]:
         return [psutil.Process(pid) for pid in self.info.pids if psutil.pid_exists(pid)]
@@ -416,8 +416,9 @@ class Doomed:
     def core(self) -> psutil.Process:
         return next(p for p in self.processes() if "EngineCore" in " ".join(p.cmdline()))
 
-    def left_in_memory(self) -> list[str]:
-        return [path for path in self.shared_memory if Path(path).exists()]
+    def left(self) -> list[str]:
+        """Its files that are still there."""
+        return [path for path in (*self.shared_memory, self.scratch) if Path(path).exists()]
 
     async def all_gone(self) -> bool:
         """Whether every process ends, within seconds."""
@@ -525,7 +526,7 @@ async def test_kill_of_the_engine_core_fails_everything_at_once(
         await victim.engine.aclose()
     assert await victim.all_gone()
     assert victim.shared_memory
-    assert not victim.left_in_memory()
+    assert not victim.left()
 
 
 async def test_kill_of_the_actor_leaves_no_process(pair: tuple[Doomed, Doomed]) -> None:
@@ -547,4 +548,4 @@ async def test_kill_of_the_actor_leaves_no_process(pair: tuple[Doomed, Doomed]) 
         await victim.engine.aclose()
         await victim.engine.aclose()
     assert victim.shared_memory
-    assert not victim.left_in_memory()
+    assert not victim.left()

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
+import uuid
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray.exceptions as rex
@@ -14,7 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.home import HomeLoop
-from actors.processes import ProcessId, kill, tree
+from actors.processes import (
+    SCRATCH_ENV,
+    Belongings,
+    ProcessId,
+    kill,
+    make_scratch,
+    shared_memory,
+    tree,
+)
 from actors.remote import RemoteActor
 from actors.reporting import ActorReporter
 from actors.texts import CONTEXT_TOKENS, cut_text
@@ -203,3 +216,33 @@ async def test_an_actor_that_was_not_started_says_so() -> None:
         await remote.wait_dead()
     await remote.aclose()
     await remote.aclose()
+
+
+def test_what_an_engine_writes_to_the_temporary_folder_goes_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM leaves its sockets there. A socket's path is short, so not below any folder."""
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    variables = make_scratch()
+    folder = Path(variables["TMPDIR"])
+    assert variables["VLLM_RPC_BASE_PATH"] == variables[SCRATCH_ENV] == str(folder)
+    assert variables["TORCHINDUCTOR_CACHE_DIR"].startswith("/tmp/torchinductor")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(folder / str(uuid.uuid4())))
+    Belongings("here", (), frozenset(), scratch=str(folder)).remove()
+    assert not folder.exists()
+    Belongings("here", (), frozenset(), scratch=str(folder)).remove()
+
+    long = tmp_path / ("x" * 70)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    assert make_scratch() == {} and not list(long.iterdir())
+
+
+def test_a_semaphore_is_found_though_its_maker_mapped_it_under_another_name() -> None:
+    lock: Any = multiprocessing.get_context("spawn").Lock()
+    name = f"/dev/shm/sem.{lock._semlock.name[1:]}"
+    me = ProcessId.of(os.getpid())
+    assert me is not None and Path(name).exists()
+    assert name in shared_memory([me])
