@@ -38,6 +38,8 @@ class Replica:
     """Ends when it is known what a swap in one call came to; None without one."""
     since: float | None = None
     """Loop time at which it, or the one it replaces, was fenced; None while it serves."""
+    place: int = 0
+    """Among the replicas of the fleet."""
     live: set[str] = field(default_factory=set)
     """Ids of the requests it was given and has not answered."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)

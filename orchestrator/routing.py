@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 
 from orchestrator.continuation import joined, newest, published, rest_of
 from orchestrator.errors import EngineDied, EngineError
@@ -21,6 +22,10 @@ class Router(Roster):
     def __init__(self, engines: Sequence[Engine]) -> None:
         super().__init__(engines)
         self._ending = False
+        self._by_load: list[tuple[int, int, Replica]] = []
+        """A heap of requests, place and replica: of every replica that serves the entry that is
+        true, and some that were."""
+        self._rank()
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Run ``request`` to its end, and have it wait while nobody serves but somebody may again.
@@ -65,6 +70,7 @@ class Router(Roster):
     async def _answer(self, replica: Replica, part: GenerationRequest) -> Completion | None:
         """What ``replica`` wrote that may be used; None when nothing is known of it."""
         replica.live.add(part.request_id)
+        self._loaded(replica)
         epoch = replica.epoch
         try:
             answer = await self._ask(replica, part)
@@ -75,6 +81,7 @@ class Router(Roster):
             self.lose(replica, str(error))
         finally:
             replica.live.discard(part.request_id)
+            self._loaded(replica)
         if answer is None:
             return None
         if replica.swapping is not None and newest(answer) > self.version:
@@ -103,9 +110,36 @@ class Router(Roster):
             raise EngineError(self.names, "no replica serves; all are fenced")
         return serving
 
+    def change(self) -> None:
+        """Wake who waits for another standing."""
+        self._rank()
+        super().change()
+
+    def _rank(self) -> None:
+        """Place every replica that serves by its load, anew."""
+        for place, replica in enumerate(self._replicas):
+            replica.place = place
+        self._by_load = [(len(r.live), r.place, r) for r in self._replicas if not r.fenced]
+        heapify(self._by_load)
+
+    def _loaded(self, replica: Replica) -> None:
+        """``replica`` has another number of requests than before."""
+        if replica.fenced:
+            return
+        if len(self._by_load) > 4 * len(self._replicas):
+            self._rank()
+        else:
+            heappush(self._by_load, (len(replica.live), replica.place, replica))
+
     def _least_loaded(self) -> Replica | None:
-        serving = (r for r in self._replicas if not r.fenced)
-        return min(serving, key=lambda r: len(r.live), default=None)
+        """The first of those that serve with the fewest requests."""
+        heap = self._by_load
+        while heap:
+            load, _, replica = heap[0]
+            if load == len(replica.live) and not replica.fenced:
+                return replica
+            heappop(heap)
+        return None
 
     async def wait_for_tokens(self, threshold: int, among: Collection[str] | None = None) -> None:
         """Wait until a live request has ``threshold`` tokens.
