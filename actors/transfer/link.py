@@ -100,7 +100,7 @@ class GlooLink(Link):
     def broadcast(self, buffer: torch.Tensor) -> Wait:
         group = self._group
         if group is None:
-            raise ChannelError("the gloo channel was closed")
+            raise BrokenLink("the gloo channel was closed")
         options = c10d.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0

@@ -25,6 +25,7 @@ from actors.transfer.base import Sender, make_sender
 from actors.transfer.digest import Part, whole
 from actors.transfer.inbox import Accept, Inbox, Invitation, accept_dtypes
 from actors.transfer.layout import Layout
+from actors.transfer.link import BrokenLink
 from actors.transfer.rendezvous import Rendezvous
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import (
@@ -278,6 +279,18 @@ def test_closing_frees_a_send_that_nobody_receives(threads: ThreadPoolExecutor) 
         assert "closed" in str(error_of(sending)) or "not open" in str(error_of(sending))
         with pytest.raises(ChannelError):
             receive(group.inboxes[0])
+
+
+def test_a_closed_link_is_broken_so_that_the_reason_is_asked_for(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """Who closed it knows why: ``Channel.run`` gives those words for a broken link only."""
+    sender: Any = make_sender("gloo", {"w": torch.zeros(3)}.items)
+    Group(sender, 1, threads)
+    link = sender._channel.link
+    link.close()
+    with pytest.raises(BrokenLink):
+        link.broadcast(torch.zeros(1, dtype=torch.uint8))
 
 
 def test_nobody_joins(threads: ThreadPoolExecutor) -> None:
