@@ -93,7 +93,7 @@ class Core:
             os.environ.update(make_scratch())
         os.environ[ACTOR_ENV] = str(os.getpid())
         began = time.perf_counter()
-        # A quarter of the time that importing vLLM takes is the collector's, and all of it stays.
+        # Of the time that importing vLLM takes the collector has a fifth, and all of it stays.
         gc.disable()
         try:
             self._llm = await asyncio.to_thread(vllm_compat.make_llm, settings.arguments())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import multiprocessing
 import os
 import select
@@ -161,9 +162,11 @@ def shared_memory(processes: Iterable[ProcessId]) -> frozenset[str]:
     mapped: set[int] = set()
     for process in processes:
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            maps = Path(f"/proc/{process.pid}/maps").read_text(errors="surrogateescape")
+            for line in maps.splitlines():
                 fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith(f"{_SHARED_MEMORY}/"):
+                # Not below it: another file system may be there, with the same inodes.
+                if len(fields) == 6 and os.path.dirname(fields[5]) == _SHARED_MEMORY:
                     mapped.add(int(fields[4]))
     found: set[str] = set()
     # By inode: who made a semaphore has mapped it under a name that it never had since.
@@ -190,14 +193,18 @@ def make_scratch() -> dict[str, str]:
     if len(os.fsencode(parent)) + len("/midflight-12345678") > _LONGEST_SCRATCH:
         return {}
     folder = tempfile.mkdtemp(prefix="midflight-")
-    # Caches that torch keeps in the temporary folder are to outlive it.
-    caches = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{parent}/torchinductor_{os.getuid()}")
-    return {
-        SCRATCH_ENV: folder,
-        "TMPDIR": folder,
-        "VLLM_RPC_BASE_PATH": folder,
-        "TORCHINDUCTOR_CACHE_DIR": caches,
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    # Compiled kernels are kept in the temporary folder and are to outlive this one: their defaults
+    # (torch/_inductor/runtime/cache_dir_utils.py, nvidia-cutlass-dsl).
+    caches = {
+        "TORCHINDUCTOR_CACHE_DIR": f"{parent}/torchinductor_{user}",
+        "CUTE_DSL_CACHE_DIR": f"{parent}/{user}/cutlass_python_cache",
     }
+    kept = {name: os.environ.get(name, path) for name, path in caches.items()}
+    return {**kept, SCRATCH_ENV: folder, "TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder}
 
 
 def remove_scratch(folder: str | None) -> None:
@@ -249,18 +256,25 @@ def die_with_actor() -> None:
     try:
         fd = os.pidfd_open(int(actor))
     except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
+        _end_for_good()
         return
 
     def watch() -> None:
         select.select([fd], [], [])
+        _end_for_good()
+
+    threading.Thread(target=watch, name="die-with-actor", daemon=True).start()
+
+
+def _end_for_good() -> None:
+    """SIGKILL this process, whatever it runs, and remove its files first if that can be."""
+    try:
         # Ray ends the resource tracker with the actor: perhaps nobody else is left to remove these.
         own = ProcessId.of(os.getpid())
         unlink(shared_memory([own] if own else []))
         remove_scratch(os.environ.get(SCRATCH_ENV))
+    finally:
         os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="die-with-actor", daemon=True).start()
 
 
 async def gone(pids: Iterable[int]) -> int:

@@ -125,8 +125,8 @@ def _parts(dotted: str) -> tuple[int, ...]:
 
 def _path(name: str) -> str:
     """The file that ``name`` was loaded from. torch may have loaded another one."""
-    if Path(name).is_absolute():
-        return name
+    if "/" in name:
+        return os.path.abspath(name)
     stem = Path(name).name.partition(".so")[0]
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

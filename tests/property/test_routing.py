@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any, cast
 
 from hypothesis import given, settings
@@ -55,6 +56,7 @@ def test_the_least_loaded_replica_gets_the_next_request(
         fleet = Fleet(cast(list[Engine], desks))
         fleet.heals = True
         serving, tasks, made = list(desks), [], 0
+        numbers = itertools.count()
 
         def replica(desk: Desk) -> Any:
             return fleet.named([desk.name])[0]
@@ -68,6 +70,7 @@ def test_the_least_loaded_replica_gets_the_next_request(
                 tasks.append(asyncio.create_task(fleet.generate(request)))
                 await all_blocked()
                 assert request.request_id in expected.held
+                assert len(fleet._by_load) <= 4 * len(desks) + 1, "it does not grow with requests"
             elif what == "end" and (held := [d for d in desks if d.held]):
                 desk = held[pick % len(held)]
                 desk.end(sorted(desk.held)[pick % len(desk.held)])
@@ -88,7 +91,7 @@ def test_the_least_loaded_replica_gets_the_next_request(
                 fleet.forget(lost)
                 await all_blocked()  # its requests go on elsewhere
             elif what == "add":
-                desk = Desk(f"e{len(desks) + made + pick % 7}-new{len(fleet.names)}")
+                desk = Desk(f"new{next(numbers)}")
                 desks.append(desk)
                 fleet.add(cast(Engine, desk), cast(EngineInfo, None))
         assert fleet.version == PolicyVersion(0)
