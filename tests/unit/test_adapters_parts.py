@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray.exceptions as rex
 from hypothesis import given
@@ -246,3 +247,39 @@ def test_a_semaphore_is_found_though_its_maker_mapped_it_under_another_name() ->
     me = ProcessId.of(os.getpid())
     assert me is not None and Path(name).exists()
     assert name in shared_memory([me])
+
+
+def test_what_survives_a_killed_actor_ends_and_takes_its_files_along(tmp_path: Path) -> None:
+    """Nobody closes here: the process that watches its actor does all of it."""
+    script = tmp_path / "actor.py"
+    script.write_text(
+        "import multiprocessing, os, threading\n"
+        "from actors.processes import ACTOR_ENV, SCRATCH_ENV, die_with_actor, make_scratch\n"
+        "def core(lock):\n"
+        "    die_with_actor()\n"
+        "    print(os.getpid(), os.environ[SCRATCH_ENV], lock._semlock.name[1:], flush=True)\n"
+        "    threading.Event().wait(60)\n"
+        "if __name__ == '__main__':\n"
+        "    os.environ.update({**make_scratch(), ACTOR_ENV: str(os.getpid())})\n"
+        "    spawn = multiprocessing.get_context('spawn')\n"
+        "    lock = spawn.Lock()\n"
+        "    spawn.Process(target=core, args=(lock,)).start()\n"
+        "    threading.Event().wait(60)\n"
+    )
+    # A short temporary folder, as the longest path of a socket asks for.
+    environment = {**os.environ, "TMPDIR": "/tmp", "PYTHONPATH": os.pathsep.join(sys.path)}
+    actor = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert actor.stdout is not None
+        pid, folder, name = actor.stdout.readline().split()
+        core = psutil.Process(int(pid))
+        semaphore = Path(f"/dev/shm/sem.{name}")
+        assert Path(folder).is_dir() and semaphore.exists()
+    finally:
+        actor.kill()
+        actor.wait()
+    _, alive = psutil.wait_procs([core], timeout=10)
+    assert not alive
+    assert not Path(folder).exists() and not semaphore.exists()
