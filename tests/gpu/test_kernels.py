@@ -71,15 +71,15 @@ def test_a_copy_beside_decoding_is_there_on_return(
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
     target = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cuda")
     assert runs.usable(source.device)
-    programs: list[int | None] = []
+    ran: list[int | None] = []
     run = runs.Runs.run
-    monkeypatch.setattr(runs.Runs, "run", lambda r, n: [programs.append(n), run(r, n)])
+    monkeypatch.setattr(runs.Runs, "run", lambda r, programs: [ran.append(programs), run(r, programs)])
     torch.cuda.synchronize()
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         torch.cuda._sleep(50_000_000)
         beside.copy_beside(target[:nbytes], source)
     assert aside.query()
-    assert programs == ([beside.PROGRAMS] if nbytes >= 16 else [])
+    assert ran == ([beside.PROGRAMS] if nbytes >= 16 else [])
     assert torch.equal(target[:nbytes], source)
     assert not target[nbytes:].any()
