@@ -103,10 +103,13 @@ class Weights:
         )
 
     async def _tell_how(self) -> None:
-        """Log how the workers apply updates, when that has changed."""
         how = await self._core.or_death(self._core.running().collective_rpc("midflight_describe"))
+        self._applied_by(list(how))
+
+    def _applied_by(self, how: list[str]) -> None:
+        """Log how the workers apply updates, when that has changed."""
         if how != self._how:
-            self._how = list(how)
+            self._how = how
             self._reporter.info("updates are applied by", workers=sorted(set(how)))
 
     async def close_channel(self) -> None:
@@ -200,12 +203,12 @@ class Weights:
         assert self._spec is not None
         shapes = {spec.name: spec.shape for spec in self._spec.tensors}
         answers = await self._ask("digest", "midflight_digest")
+        self._applied_by([answer["how"] for answer in answers.values()])
         parts = {
-            rank: {name: Part.from_wire(part) for name, part in answer["parts"].items()}
+            rank: {name: Part.of_wire(part) for name, part in answer["parts"].items()}
             for rank, answer in answers.items()
         }
         unused = set.intersection(*(set(answer["unused"]) for answer in answers.values()))
-        await self._tell_how()
         return await asyncio.to_thread(whole, self._core.name, shapes, parts, unused)
 
     async def _ask(self, what: str, method: str, *args: str) -> dict[int, dict[str, Any]]:

@@ -23,8 +23,7 @@ Not SHA-256, because that runs on the host: the weights would cross PCIe for it,
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,48 +56,51 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one worker holds of one tensor. Parts of a tensor add up to the whole."""
+class Part(NamedTuple):
+    """What one worker holds of one tensor. As JSON it is a list of three integers."""
 
     value: int
-    """The digest's sum over the part, modulo 2**64."""
+    """The digest's sum over the part, modulo 2**64. Those of parts add up to the whole's."""
     elements: int
     coverage: int
     """The same sum with every element 1: says which elements these are."""
 
-    def __add__(self, other: Part) -> Part:
-        return Part(
-            (self.value + other.value) & MASK,
-            self.elements + other.elements,
-            (self.coverage + other.coverage) & MASK,
-        )
-
-    def to_wire(self) -> list[str | int]:
-        """Plain JSON: ``[value, elements, coverage]``, the sums as 16 hex digits."""
-        return [_hex(self.value), self.elements, _hex(self.coverage)]
-
     @classmethod
-    def from_wire(cls, row: Sequence[Any]) -> Part:
-        """Inverse of :meth:`to_wire` (TransferError for anything else)."""
-        try:
-            value, elements, coverage = row
-            return cls(int(value, 16), int(elements), int(coverage, 16))
-        except (TypeError, ValueError) as error:
-            raise TransferError(f"malformed part of a digest {row!r}: {error}") from error
+    def of_wire(cls, row: Sequence[Any]) -> Part:
+        """From JSON (TransferError for anything else)."""
+        if [type(number) for number in row] != [int, int, int]:
+            raise TransferError(f"malformed part of a digest: {row!r}")
+        return cls(*row)
 
 
 class Digester:
-    """Digests of the same memory, as often as asked for; nobody may move it meanwhile."""
+    """Digests of the same memory, as often as asked for; nobody may move it meanwhile.
+
+    All that does not depend on the elements is done once: on an engine, the interpreter that adds
+    up here is the one that decodes.
+    """
 
     def __init__(self, live: Live, shapes: Mapping[str, Shape]) -> None:
         """``shapes``: those of the whole tensors. TransferError names one without plain bytes."""
-        self._held: list[tuple[str, int, int]] = []
         held: list[Held] = []
-        for name, region, tensor in live:
+        firsts: dict[str, dict[tuple[int, int], int]] = {}
+        self._again: list[tuple[str, int, int]] = []
+        for place, (name, region, tensor) in enumerate(live):
             check_tensor(name, tensor)
-            self._held.append((name, region.elements, coverage(region, shapes[name])))
+            key = (region.elements, coverage(region, shapes[name]))
+            first = firsts.setdefault(name, {}).setdefault(key, place)
+            if first != place:
+                self._again.append((name, first, place))
             held.append((tensor, region, shapes[name]))
+        self._tensors = [
+            (
+                name,
+                tuple(regions.values()),
+                sum(elements for elements, _ in regions),
+                sum(covered for _, covered in regions) & MASK,
+            )
+            for name, regions in firsts.items()
+        ]
         self._sums = Sums(held)
 
     def parts(self) -> dict[str, Part]:
@@ -106,13 +108,14 @@ class Digester:
 
         A region held twice counts once, and TransferError says so if the two differ.
         """
-        found: dict[str, dict[tuple[int, int], Part]] = {}
-        for (name, elements, covered), value in zip(self._held, self._sums.run(), strict=True):
-            held = Part(value, elements, covered)
-            known = found.setdefault(name, {}).setdefault((elements, covered), held)
-            if known.value != held.value:
+        values = self._sums.run()
+        for name, first, again in self._again:
+            if values[first] != values[again]:
                 raise TransferError(f"tensor {name!r} is held twice, and the two are not equal")
-        return {name: _total(parts.values()) for name, parts in found.items()}
+        return {
+            name: Part(sum(values[place] for place in places) & MASK, elements, covered)
+            for name, places, elements, covered in self._tensors
+        }
 
     def digests(self) -> dict[str, str]:
         """16 hex digits each: digests, where whole tensors are held."""
@@ -171,11 +174,13 @@ def whole(
                     f"ranks {first} and {rank} of engine {engine} hold different weights: "
                     f"{_some(_unequal(answers[first], answer))}"
                 )
-        total = _total(part for _, part in parts.values())
+        held_parts = [part for _, part in parts.values()]
+        elements = sum(part.elements for part in held_parts)
+        covered = sum(part.coverage for part in held_parts) & MASK
         region = Region.whole(shape)
-        if (total.elements, total.coverage) != (region.elements, coverage(region, shape)):
-            partial.append(f"{name} ({total.elements} of {region.elements} elements)")
-        digests[name] = _hex(total.value)
+        if (elements, covered) != (region.elements, coverage(region, shape)):
+            partial.append(f"{name} ({elements} of {region.elements} elements)")
+        digests[name] = _hex(sum(part.value for part in held_parts) & MASK)
     if partial:
         raise TransferError(
             f"{len(partial)} tensors are not wholly held by the ranks "
@@ -186,10 +191,6 @@ def whole(
 
 def _hex(value: int) -> str:
     return f"{value:016x}"
-
-
-def _total(parts: Iterable[Part]) -> Part:
-    return sum(parts, Part(0, 0, 0))
 
 
 def _unequal(one: Mapping[str, Part], other: Mapping[str, Part]) -> list[str]:

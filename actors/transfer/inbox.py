@@ -270,16 +270,17 @@ class Inbox:
         key: str,
         parts: Callable[[], dict[str, Part]] | None = None,
         unused: Sequence[str] = (),
+        how: str = "",
     ) -> None:
         """Digest on a thread (``parts``, or what arrived); published as ``key/<rank>``.
 
         ``unused``: tensors that this worker's model has no place for, and that are in no part.
+        ``how``: updates are applied, in words.
         """
         digest = parts or self.parts
 
         def work() -> dict[str, object]:
-            found = {name: part.to_wire() for name, part in digest().items()}
-            return {"parts": found, "unused": list(unused)}
+            return {"parts": digest(), "unused": list(unused), "how": how}
 
         self.aside.start("digest", work, lambda answer: self._publish(key, answer))
 

@@ -251,9 +251,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
 
         live = planned.proven is not None or isinstance(inbox, NativeInbox)
         if live:
-            inbox.start_digest(key, planned.parts, planned.unused)
+            inbox.start_digest(key, planned.parts, planned.unused, self.describe())
         else:
-            inbox.start_digest(key)
+            inbox.start_digest(key, how=self.describe())
 
     def describe(self) -> str:
         """How updates are applied here, in words."""

@@ -71,9 +71,14 @@ def test_a_copy_beside_decoding_is_there_on_return(
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
     target = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cuda")
     assert runs.usable(source.device)
-    ran: list[int | None] = []
+    ran: list[int] = []
     run = runs.Runs.run
-    monkeypatch.setattr(runs.Runs, "run", lambda r, programs: [ran.append(programs), run(r, programs)])
+
+    def noted(table: runs.Runs, programs: int) -> None:
+        ran.append(programs)
+        run(table, programs)
+
+    monkeypatch.setattr(runs.Runs, "run", noted)
     torch.cuda.synchronize()
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):

@@ -112,7 +112,7 @@ def examine(make: Any, folder: Path, wire: torch.dtype) -> dict[str, Any]:
         "changed": len(differing(before, held_by(replayed))),
         "parameters": len(before),
         "differing": differing(held_by(replayed), held_by(loaded)),
-        "parts": {n: p.to_wire() for n, p in parts_of(plan.live(), shapes).items()},
+        "parts": parts_of(plan.live(), shapes),
         "digests": digest_all(b.items()),
         "shapes": shapes,
         "derived before": list(vllm_model.derived_weights(replayed)),

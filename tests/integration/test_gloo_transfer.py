@@ -102,7 +102,7 @@ class Group:
         found = []
         for inbox in self.inboxes:
             answer = json.loads(reader.take(f"{key}/{inbox.rank}"))
-            parts = {name: Part.from_wire(part) for name, part in answer["parts"].items()}
+            parts = {name: Part.of_wire(part) for name, part in answer["parts"].items()}
             found.append(whole("one", shapes, {inbox.rank: parts}))
         return found
 

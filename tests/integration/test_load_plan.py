@@ -81,7 +81,7 @@ def check_replay(found: Found) -> None:
 
 def held(ranks: list[Found]) -> dict[str, str]:
     answers = {
-        rank: {name: Part.from_wire(part) for name, part in found["parts"].items()}
+        rank: {name: Part.of_wire(part) for name, part in found["parts"].items()}
         for rank, found in enumerate(ranks, start=1)
     }
     return whole("e", {n: tuple(s) for n, s in ranks[0]["shapes"].items()}, answers)
