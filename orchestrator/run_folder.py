@@ -30,7 +30,8 @@ def config_of(run_dir: Path) -> Path:
 def checkpoint_of(run_dir: Path, settings: Settings) -> tuple[RunCheckpoint, tuple[str, ...]]:
     """The checkpoint to go on from, and why newer ones were passed over.
 
-    ConfigError for a run that completed or has none, and where ``settings`` leave nothing to do.
+    ConfigError for a run that has none, and where ``settings`` leave nothing to do: a run that
+    completed goes on if more steps are asked for than it made.
     """
     from orchestrator.checkpoint import Checkpoints
 
@@ -41,10 +42,11 @@ def checkpoint_of(run_dir: Path, settings: Settings) -> tuple[RunCheckpoint, tup
             "leave --output-dir out"
         )
     summary = _summary(run_dir)
-    if summary.get("outcome") == Outcome.COMPLETED:
+    done = summary.get("steps_done") if summary.get("outcome") == Outcome.COMPLETED else None
+    if isinstance(done, int) and done >= settings.steps:
         raise ConfigError(
-            f"--resume {run_dir}: that run completed its {summary.get('steps_done')} steps, there "
-            "is nothing to go on with. Start a new run"
+            f"--resume {run_dir}: that run completed its {done} steps. To go on with it, give "
+            f"--steps {done + 1} or more: steps count from its beginning"
         )
     checkpoints = Checkpoints(run_dir / CHECKPOINTS)
     checkpoint = checkpoints.latest()

@@ -272,8 +272,25 @@ def test_a_run_and_its_end_from_the_command_line(
     ]
     closed = assembly.closed
     assert cli.main(["--resume", str(folder)]) == 2
-    assert "that run completed its 4 steps" in capsys.readouterr().err
+    assert "that run completed its 4 steps. To go on with it, give --steps 5" in (
+        capsys.readouterr().err
+    )
     assert assembly.closed == closed
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_run_that_completed_is_made_longer(
+    assembly: FakeAssembly, tmp_path: Path, every: int
+) -> None:
+    """Also where its last steps have no checkpoint: those are made again."""
+    folder = tmp_path / "run"
+    begun = [*SMALL, "--steps", "4", "--checkpoint-every", str(every), "--output-dir", str(folder)]
+    assert cli.main(begun) == 0
+    assert summary(folder).outcome == "completed"
+    assembly.world = FakeWorld()
+    assert cli.main(["--resume", str(folder), "--steps", "6"]) == 0
+    assert_whole(folder, 6)
+    assert summary(folder).resumed_at == [4 // every * every]
 
 
 def interrupted(folder: Path, **changes: Any) -> None:
