@@ -21,18 +21,16 @@ from .engine_settings import EngineSettings
 from .nodes import ray_node
 from .processes import (
     ACTOR_ENV,
-    SCRATCH_ENV,
     ProcessId,
     free_shared_memory,
     gone,
     kill,
-    make_scratch,
-    remove_scratch,
     shared_memory,
     tree,
     unlink,
 )
 from .reporting import ActorReporter
+from .scratch import SCRATCH_ENV, make_scratch, remove_scratch
 from .transfer.wire_errors import from_wire
 
 T = TypeVar("T")

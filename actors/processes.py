@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import multiprocessing
 import os
 import select
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -24,14 +21,10 @@ from pathlib import Path
 import psutil
 
 from .nodes import node_id, ray_node
+from .scratch import SCRATCH_ENV, remove_scratch
 
 ACTOR_ENV = "MIDFLIGHT_ACTOR_PID"
 """Set by an engine actor; every vLLM process below it ends when that process does."""
-
-SCRATCH_ENV = "MIDFLIGHT_SCRATCH"
-"""Folder for what an engine's processes write to the temporary folder: removed with them."""
-_LONGEST_SCRATCH = 107 - len("/") - 36
-"""A socket's path has at most 107 bytes; vLLM appends a UUID."""
 
 _SHARED_MEMORY = "/dev/shm"
 _THEIRS = ("psm_", "vllm_", "sem.mp-", "torch_", "nccl-")
@@ -181,36 +174,6 @@ def unlink(paths: Iterable[str]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             os.unlink(path)
-
-
-def make_scratch() -> dict[str, str]:
-    """Make a temporary folder for the processes below this one; the variables that name it.
-
-    vLLM leaves its sockets and its rendezvous file there, also when it ends in order. Empty where
-    the temporary folder's path is too long for sockets one level deeper.
-    """
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) + len("/midflight-12345678") > _LONGEST_SCRATCH:
-        return {}
-    folder = tempfile.mkdtemp(prefix="midflight-")
-    try:
-        user = getpass.getuser()
-    except (KeyError, ModuleNotFoundError, OSError):
-        user = f"uid_{os.getuid()}"
-    # Compiled kernels are kept in the temporary folder and are to outlive this one: their defaults
-    # (torch/_inductor/runtime/cache_dir_utils.py, nvidia-cutlass-dsl).
-    caches = {
-        "TORCHINDUCTOR_CACHE_DIR": f"{parent}/torchinductor_{user}",
-        "CUTE_DSL_CACHE_DIR": f"{parent}/{user}/cutlass_python_cache",
-    }
-    kept = {name: os.environ.get(name, path) for name, path in caches.items()}
-    return {**kept, SCRATCH_ENV: folder, "TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder}
-
-
-def remove_scratch(folder: str | None) -> None:
-    """Remove what :func:`make_scratch` made."""
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_shared_memory() -> None:

@@ -18,7 +18,8 @@ import pytest_asyncio
 
 from actors.adapters import RayEngine
 from actors.engine_settings import EngineSettings
-from actors.processes import SCRATCH_ENV, ProcessId, shared_memory
+from actors.processes import ProcessId, shared_memory
+from actors.scratch import SCRATCH_ENV
 from orchestrator.errors import (
     ChannelError,
     EngineDied,

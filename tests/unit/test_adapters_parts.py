@@ -6,10 +6,8 @@ import asyncio
 import itertools
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.home import HomeLoop
-from actors.processes import (
-    SCRATCH_ENV,
-    Belongings,
-    ProcessId,
-    kill,
-    make_scratch,
-    shared_memory,
-    tree,
-)
+from actors.processes import ProcessId, kill, shared_memory, tree
 from actors.remote import RemoteActor
 from actors.reporting import ActorReporter
 from actors.texts import CONTEXT_TOKENS, cut_text
@@ -219,28 +209,6 @@ async def test_an_actor_that_was_not_started_says_so() -> None:
     await remote.aclose()
 
 
-def test_what_an_engine_writes_to_the_temporary_folder_goes_with_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """vLLM leaves its sockets there. A socket's path is short, so not below any folder."""
-    monkeypatch.setattr("tempfile.tempdir", "/tmp")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    variables = make_scratch()
-    folder = Path(variables["TMPDIR"])
-    assert variables["VLLM_RPC_BASE_PATH"] == variables[SCRATCH_ENV] == str(folder)
-    assert variables["TORCHINDUCTOR_CACHE_DIR"].startswith("/tmp/torchinductor")
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(folder / str(uuid.uuid4())))
-    Belongings("here", (), frozenset(), scratch=str(folder)).remove()
-    assert not folder.exists()
-    Belongings("here", (), frozenset(), scratch=str(folder)).remove()
-
-    long = tmp_path / ("x" * 70)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    assert make_scratch() == {} and not list(long.iterdir())
-
-
 def test_a_semaphore_is_found_though_its_maker_mapped_it_under_another_name() -> None:
     lock: Any = multiprocessing.get_context("spawn").Lock()
     name = f"/dev/shm/sem.{lock._semlock.name[1:]}"
@@ -254,7 +222,8 @@ def test_what_survives_a_killed_actor_ends_and_takes_its_files_along(tmp_path: P
     script = tmp_path / "actor.py"
     script.write_text(
         "import multiprocessing, os, threading\n"
-        "from actors.processes import ACTOR_ENV, SCRATCH_ENV, die_with_actor, make_scratch\n"
+        "from actors.processes import ACTOR_ENV, die_with_actor\n"
+        "from actors.scratch import SCRATCH_ENV, make_scratch\n"
         "def core(lock):\n"
         "    die_with_actor()\n"
         "    print(os.getpid(), os.environ[SCRATCH_ENV], lock._semlock.name[1:], flush=True)\n"
