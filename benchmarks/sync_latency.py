@@ -35,7 +35,7 @@ from actors.hardware import choose_backend, split_backend
 from orchestrator.config import Settings
 from orchestrator.context import operation
 from orchestrator.cycle import SwapCycle, stall_stats
-from orchestrator.errors import EXIT_INTERRUPTED, MidflightError, ValidationFailed
+from orchestrator.errors import EXIT_INTERRUPTED, ConfigError, MidflightError, ValidationFailed
 from orchestrator.fleet import Fleet
 from orchestrator.machine import Guard, SwapMachine, Trigger
 from orchestrator.options import SwapOptions, ValidationOptions
@@ -431,6 +431,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--naive-swaps", type=int, default=5, help="naive and native swaps each")
     parser.add_argument("--warmup", type=int, default=3, help="swaps that do not count")
     parser.add_argument("--requests", default="13", help="requests decoding, e.g. 13 or 13,64")
+    parser.add_argument(
+        "--tokens", type=int, help="new tokens a request (default 192, on a GPU 2048)"
+    )
     parser.add_argument("--interval", type=float, default=0.3, help="seconds between swaps")
     parser.add_argument("--window", type=float, default=0.0, help="seconds of each throughput")
     parser.add_argument("--model", default="tiny", help="as of python -m orchestrator")
@@ -443,8 +446,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.requests = [int(part) for part in options.requests.split(",")]
     except ValueError:
         parser.error("--requests takes numbers, e.g. 13 or 13,64")
-    if options.swaps < 1 or min(options.requests) < 1 or options.warmup < 1:
-        parser.error("--swaps, --requests and --warmup must be at least 1")
+    counts = (
+        options.swaps,
+        *options.requests,
+        options.warmup,
+        1 if options.tokens is None else options.tokens,
+    )
+    if min(counts) < 1:
+        parser.error("--swaps, --requests, --warmup and --tokens must be at least 1")
     for target in (options.json, options.plot):
         if target is not None:
             try:  # now, not after minutes of measuring
@@ -481,12 +490,16 @@ def prepare(options: argparse.Namespace) -> None:
     )
     prepared = assembly.preflight(settings)
     checked = prepared.checked
-    options.tokens = DECODE_TOKENS["gpu" if checked.gpus else "cpu"]
+    asked = options.tokens
+    options.tokens = asked or DECODE_TOKENS["gpu" if checked.gpus else "cpu"]
     context = checked.max_model_len
     if settings.max_model_len is None:
         limit = int(models.read_config(checked.engine_path)["max_position_embeddings"])
         context = max(context, min(2 * options.tokens, limit))
-    options.tokens = min(options.tokens, context // 2)
+    most = context // 2
+    if asked and asked > most:
+        raise ConfigError(f"--tokens {asked}: a context of {context} tokens leaves room for {most}")
+    options.tokens = min(options.tokens, most)
     options.settings = settings
     options.prepared = replace(prepared, checked=replace(checked, max_model_len=context))
     options.routes = routes(options.backends, checked.gpus)

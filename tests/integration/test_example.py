@@ -37,11 +37,12 @@ def test_the_benchmark_measures_backends_side_by_side_and_the_ceiling(tmp_path: 
     out = run(
         "benchmarks/sync_latency.py",
         *("--backends", "gloo,staged-gloo", "--swaps", "3", "--naive-swaps", "1", "--warmup", "1"),
-        *("--window", "4", "--json", str(target)),
+        *("--window", "4", "--tokens", "150", "--json", str(target)),
     )
     assert "ceiling, gloo broadcast" in out
     assert "gloo is applied by layerwise reload" in out
     result = json.loads(target.read_text())
+    assert result["request_tokens"] == 150
     names = ["gloo", "naive, no sleep", "naive", "staged-gloo"]
     assert [m["name"] for m in result["methods"]] == names
     assert [m["swaps"] for m in result["methods"]] == [3, 1, 1, 3]
