@@ -88,7 +88,7 @@ class Core:
         if settings.executor_backend == "ray":
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(settings.worker_gpus)
         else:  # vLLM copies its variables to Ray's workers, and the folder is not on their nodes
-            os.environ.update(make_scratch())
+            os.environ.update(await asyncio.to_thread(make_scratch))
         os.environ[ACTOR_ENV] = str(os.getpid())
         began = time.perf_counter()
         # Of the time that importing vLLM takes the collector has a fifth, and all of it stays.

@@ -41,6 +41,8 @@ def checkpoint_of(run_dir: Path, settings: Settings) -> tuple[RunCheckpoint, tup
             f"--resume {run_dir} writes into that folder, --output-dir {other} asks for another: "
             "leave --output-dir out"
         )
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS)
+    checkpoint = checkpoints.latest()
     summary = _summary(run_dir)
     done = summary.get("steps_done") if summary.get("outcome") == Outcome.COMPLETED else None
     if isinstance(done, int) and done >= settings.steps:
@@ -48,8 +50,6 @@ def checkpoint_of(run_dir: Path, settings: Settings) -> tuple[RunCheckpoint, tup
             f"--resume {run_dir}: that run completed its {done} steps. To go on with it, give "
             f"--steps {done + 1} or more: steps count from its beginning"
         )
-    checkpoints = Checkpoints(run_dir / CHECKPOINTS)
-    checkpoint = checkpoints.latest()
     if checkpoint.step >= settings.steps:
         raise ConfigError(
             f"--resume {run_dir}: step {checkpoint.step} is done and {settings.steps} steps are "

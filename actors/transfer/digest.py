@@ -22,7 +22,7 @@ Not SHA-256, because that runs on the host: the weights would cross PCIe for it,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -66,9 +66,9 @@ class Part(NamedTuple):
     """The same sum with every element 1: says which elements these are."""
 
     @classmethod
-    def of_wire(cls, row: Sequence[Any]) -> Part:
+    def of_wire(cls, row: Any) -> Part:
         """From JSON (TransferError for anything else)."""
-        if [type(number) for number in row] != [int, int, int]:
+        if not isinstance(row, list) or [type(number) for number in row] != [int, int, int]:
             raise TransferError(f"malformed part of a digest: {row!r}")
         return cls(*row)
 

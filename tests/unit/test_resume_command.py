@@ -293,6 +293,17 @@ def test_a_run_that_completed_is_made_longer(
     assert summary(folder).resumed_at == [4 // every * every]
 
 
+def test_a_run_that_completed_without_checkpoints_is_not_told_to_ask_for_more_steps(
+    assembly: FakeAssembly, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert cli.main([*SMALL, "--steps", "1", "--output-dir", str(folder)]) == 0
+    for more in ([], ["--steps", "2"]):
+        assert cli.main(["--resume", str(folder), *more]) == 2
+        told = capsys.readouterr().err
+        assert "no whole checkpoint in" in told and "give --steps" not in told
+
+
 def interrupted(folder: Path, **changes: Any) -> None:
     """A folder of a run that wrote nothing but its settings."""
     folder.mkdir()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.nodes import node_id
 from actors.processes import Belongings
 from actors.scratch import SCRATCH_ENV, make_scratch, remove_scratch
 
@@ -30,6 +31,18 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def made() -> Path:
     return Path(make_scratch()[SCRATCH_ENV])
+
+
+def left(parent: Path, says: str = node_id()) -> Path:
+    """A folder whose owner is gone."""
+    folder = Path(tempfile.mkdtemp(prefix="midflight-", dir=parent))
+    (folder / "owner").write_text(says)
+    (folder / "socket").touch()
+    return folder
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_what_an_engine_writes_to_the_temporary_folder_goes_with_it(parent: Path) -> None:
@@ -87,6 +100,72 @@ def test_a_folder_of_somebody_elses_making_stays(parent: Path) -> None:
     (parent / "midflight-abcdefgh" / "owner-early").touch()
     remove_scratch(str(made()))
     assert sorted(p.name for p in parent.iterdir()) == ["midflight-abcdefgh", "midflight-bench-1"]
+
+
+def test_a_folder_of_another_machine_stays_whatever_its_lock_says(parent: Path) -> None:
+    """On a shared file system a lock may be of one machine only."""
+    theirs, ours = left(parent, "another-boot-id"), left(parent)
+    remove_scratch(str(made()))
+    assert theirs.is_dir() and not ours.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder", "foreign"])
+def test_an_owner_that_we_did_not_write_is_left_alone(
+    parent: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    folder = left(parent)
+    owner = folder / "owner"
+    if kind == "foreign":
+        monkeypatch.setattr("actors.scratch.os.geteuid", lambda: os.getuid() + 1)
+    else:
+        owner.unlink()
+    if kind == "link":
+        (parent / "file").write_text(node_id())
+        owner.symlink_to(parent / "file")
+    elif kind == "fifo":
+        os.mkfifo(owner)
+    elif kind == "folder":
+        owner.mkdir()
+    remove_scratch(str(made()))
+    assert (folder / "socket").exists()
+
+
+def test_what_could_not_be_removed_whole_is_found_again(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = left(parent)
+    (folder / "sub").mkdir()
+    (folder / "sub" / "file").touch()
+    with monkeypatch.context() as stuck:
+        stuck.setattr("actors.scratch.shutil.rmtree", lambda *_, **__: None)
+        remove_scratch(str(made()))
+    assert [path.name for path in folder.iterdir() if path.name != "sub"] == ["owner"]
+    remove_scratch(str(made()))
+    assert not folder.exists()
+
+
+def test_no_descriptor_is_left_open(parent: Path) -> None:
+    before = descriptors()
+    for _ in range(3):
+        left(parent)
+        folder = made()
+        assert descriptors() == before + 1, "the lock"
+        remove_scratch(str(folder))
+    assert descriptors() == before
+
+
+def test_a_full_disk_costs_the_lock_and_not_the_engine(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    before = descriptors()
+    monkeypatch.setattr("actors.scratch.os.write", full)
+    folder = made()
+    assert folder.is_dir() and descriptors() == before
+    remove_scratch(str(folder))
+    assert not folder.exists()
 
 
 def test_a_file_system_without_locks_has_folders_that_only_their_owner_removes(

@@ -261,7 +261,18 @@ def test_replicas_that_differ_are_named_with_the_tensors() -> None:
 def test_parts_travel_as_plain_json() -> None:
     held = part(torch.tensor([-1.0]), Region.whole((1,)), (1,))
     assert Part.of_wire(json.loads(json.dumps(held))) == held
-    for row in ([], [0, 1], ["1", 1, 1], [None, 1, 1], [1.0, 1, 1], [True, 1, 1], [1, 1, 1, 1]):
+    for row in (
+        [],
+        [0, 1],
+        ["1", 1, 1],
+        [None, 1, 1],
+        [1.0, 1, 1],
+        [True, 1, 1],
+        [1, 1, 1, 1],
+        None,
+        5,
+        {},
+    ):
         with pytest.raises(TransferError, match="malformed part"):
             Part.of_wire(row)
 
@@ -274,3 +285,14 @@ def test_elements_must_be_those_of_the_region() -> None:
 def test_row_major_strides() -> None:
     for shape in SHAPES:
         assert row_major(shape) == torch.empty(shape).stride()
+
+
+def test_coverage_is_added_modulo_two_to_the_64th() -> None:
+    """Parts may cover more than that together."""
+    shape, tensor = (64, 8), torch.arange(512, dtype=torch.int32).view(64, 8)
+    rows = [(n, Region(8 * n, (8,), (1,)), tensor[n]) for n in range(64)]
+    parts = [parts_of([("w", region, row)], {"w": shape}) for _, region, row in rows]
+    assert sum(held["w"].coverage for held in parts) >= 2**64
+    assert whole("e", {"w": shape}, dict(enumerate(parts))) == {"w": digest("w", tensor)}
+    one = parts_of([("w", region, row) for _, region, row in rows], {"w": shape})
+    assert one == {"w": part(tensor, Region.whole(shape), shape)}
