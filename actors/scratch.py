@@ -92,7 +92,8 @@ def _sweep(parent: Path) -> None:
                 lock = os.open(owner, flags)
                 try:
                     found = os.fstat(lock)
-                    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                    ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+                    if ours and not owner.parent.is_symlink():
                         _remove_if_left(owner.parent, lock)
                 finally:
                     os.close(lock)

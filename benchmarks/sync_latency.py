@@ -431,9 +431,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--naive-swaps", type=int, default=5, help="naive and native swaps each")
     parser.add_argument("--warmup", type=int, default=3, help="swaps that do not count")
     parser.add_argument("--requests", default="13", help="requests decoding, e.g. 13 or 13,64")
-    parser.add_argument(
-        "--tokens", type=int, help="new tokens a request (default 192, on a GPU 2048)"
-    )
+    defaults = ", ".join(f"{count} on a {where.upper()}" for where, count in DECODE_TOKENS.items())
+    parser.add_argument("--tokens", type=int, help=f"new tokens a request (default: {defaults})")
     parser.add_argument("--interval", type=float, default=0.3, help="seconds between swaps")
     parser.add_argument("--window", type=float, default=0.0, help="seconds of each throughput")
     parser.add_argument("--model", default="tiny", help="as of python -m orchestrator")

@@ -130,6 +130,14 @@ def test_an_owner_that_we_did_not_write_is_left_alone(
     assert (folder / "socket").exists()
 
 
+def test_a_link_to_a_folder_is_not_followed(parent: Path, tmp_path: Path) -> None:
+    """Anybody may put one into the temporary folder."""
+    target = left(tmp_path)
+    (parent / "midflight-12345678").symlink_to(target)
+    remove_scratch(str(made()))
+    assert sorted(path.name for path in target.iterdir()) == ["owner", "socket"]
+
+
 def test_what_could_not_be_removed_whole_is_found_again(
     parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
