@@ -11,47 +11,37 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import queue
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ceiling
 import naive
 import plot
 import resources
 import table
+from bench import Bench, real_parts, say
 from load import Load, Slots
 from results import Method, Result
 
 from actors import assembly, models
-from actors.adapters import RayEngine
 from actors.hardware import choose_backend, split_backend
 from orchestrator.config import Settings
 from orchestrator.context import operation
-from orchestrator.cycle import SwapCycle, stall_stats
-from orchestrator.errors import EXIT_INTERRUPTED, ConfigError, MidflightError, ValidationFailed
-from orchestrator.fleet import Fleet
-from orchestrator.machine import Guard, SwapMachine, Trigger
-from orchestrator.options import SwapOptions, ValidationOptions
-from orchestrator.protocols import Trainer
+from orchestrator.cycle import stall_stats
+from orchestrator.errors import EXIT_INTERRUPTED, ConfigError, MidflightError
 from orchestrator.sources import load
 from orchestrator.tasks import deadline
 from orchestrator.types import (
     KVPolicy,
-    PauseMode,
-    PolicyVersion,
     TransferBackend,
-    Verdict,
-    WeightUpdate,
     route,
 )
-from orchestrator.validation import Validator, explain
 
 DECODE_TOKENS = {"cpu": 192, "gpu": 2048}
 """New tokens of a request of the load: seconds of decoding, as rollouts are."""
@@ -61,166 +51,6 @@ MOMENTS = 100
 """At which nothing is swapped, for the control."""
 SLOT_S = 1.0
 """Of a throughput's alternating slots."""
-
-
-class Bench:
-    """Real parts under load, and the ways to swap them."""
-
-    def __init__(self, fleet: Fleet, trainer: Trainer, options: argparse.Namespace) -> None:
-        self.fleet, self.trainer, self.options = fleet, trainer, options
-        self.nbytes = 0
-        self.digests_matched = 0
-        self.pids: list[int] = []
-        """Processes of the engines and the trainer."""
-        self.applied_by: dict[str, str] = {}
-        """How the engine said that it applies the updates of each backend."""
-        self.carried_by: dict[str, str] = {}
-        """What the trainer said that each backend's bytes travel over, with its version."""
-        self._machine = SwapMachine()
-        self._validator = Validator(ValidationOptions(canary=False, fresh=False), fleet)
-        self._swap = SwapOptions()
-        self._cycle: SwapCycle | None = None
-
-    async def up(self) -> None:
-        """Start everything."""
-        infos, _ = await asyncio.gather(self.fleet.start(), self.trainer.start())
-        started = getattr(self.trainer, "started", {})
-        self.pids = [pid for info in infos for pid in info.pids] + [started["pid"]]
-        self._machine.fire(Trigger.START, Guard.CHANNEL_PROVED)
-
-    async def use(self, backend: TransferBackend, staged: bool) -> None:
-        """Swap over this backend from now on; its channel is proved."""
-        self._swap = SwapOptions(
-            backend=backend,
-            staged=staged,
-            pause_mode=PauseMode.KEEP,
-            kv_policy=KVPolicy(self.options.kv),
-        )
-        await self.fleet.close_channel(self.trainer)
-        spec = await self.fleet.open_channel(
-            self.trainer, backend, self._swap.timeouts.channel, staged=staged
-        )
-        self.nbytes = spec.nbytes
-        self._cycle = SwapCycle(
-            self._machine, self.fleet, self.trainer, self._validator, self._swap
-        )
-
-    def heard(self, actor: str, record: dict[str, Any]) -> None:
-        """Record of an actor."""
-        if record.get("event") == "updates are applied by":
-            self.applied_by[route(self._swap.backend, self._swap.staged)] = "; ".join(
-                record["workers"]
-            )
-        elif record.get("event") == "channel proved":
-            self.carried_by[route(self._swap.backend, self._swap.staged)] = record["over"]
-        elif record.get("level") in ("warning", "error"):
-            say(f"{actor}: {record.get('event')} {record.get('message', '')}")
-
-    async def update(self) -> tuple[WeightUpdate, dict[str, str], float]:
-        """The next version, its digests, and the seconds it took to stage it at the trainer."""
-        version = PolicyVersion(self.fleet.version + 1)
-        update = WeightUpdate(
-            sync_id=f"s{version}",
-            from_version=self.fleet.version,
-            version=version,
-            step=version,
-            backend=self._swap.backend,
-            pause_mode=self._swap.pause_mode,
-            kv_policy=self._swap.kv_policy,
-            staged=self._swap.staged,
-        )
-        began = time.perf_counter()
-        sent = dict(await self.trainer.stage(version))
-        return update, sent, time.perf_counter() - began
-
-    async def ours(self, method: Method | None = None) -> None:
-        """One swap by this project's cycle, digests checked."""
-        assert self._cycle is not None
-        update, sent, stage_s = await self.update()
-        with operation(sync_id=update.sync_id, version=update.version):
-            before = await self._cycle.prefetch(update)
-            report = await self._cycle.run(update, sent, self.nbytes, prefetch_s=before)
-        self.digests_matched += 1
-        if method is not None:
-            in_flight = report.requests_in_flight
-            method.add(report.seconds, report.stalls, in_flight, stage_s, report.validate_s)
-
-    async def theirs(self, method: Method | None, sleep_s: float) -> None:
-        """One swap the naive way; digests are checked after it: nothing moved is not fast."""
-        update, sent, stage_s = await self.update()
-        with operation(sync_id=update.sync_id, version=update.version):
-            done = await naive.naive_swap(self.fleet, self.trainer, update, sleep_s)
-            checked = await self._validator.digest(update, sent, self.nbytes)
-        if checked.verdict is not Verdict.MATCH:
-            raise ValidationFailed(explain(checked))
-        self.digests_matched += 1
-        if method is not None:
-            in_flight = sum(a.requests_in_flight for a in done.acks)
-            method.add(done.seconds, done.stalls, in_flight, stage_s)
-
-    async def held(self) -> dict[str, Any]:
-        """What engines and trainer hold now."""
-        return await asyncio.to_thread(resources.snapshot, self.pids)
-
-    @property
-    def engines(self) -> list[BenchmarkEngine]:
-        return [cast(BenchmarkEngine, replica.engine) for replica in self.fleet.serving]
-
-    async def written(self) -> list[tuple[float, int]]:
-        """Of every engine: now, and its tokens until now."""
-        return [await engine.written() for engine in self.engines]
-
-    async def bring(self, update: WeightUpdate) -> None:
-        """Bring the trainer's snapshot to the engine while it decodes, and commit nothing."""
-        assert self._cycle is not None
-        with operation(sync_id=update.sync_id, version=update.version):
-            await self._cycle.prefetch(update)
-
-
-class BenchmarkEngine(RayEngine):
-    """A real engine, see :class:`naive.BenchmarkEngineActor`."""
-
-    actor = "naive:BenchmarkEngineActor"
-
-    async def pause_publicly(self, mode: PauseMode, kv: KVPolicy) -> None:
-        await self._call("control", "pause_publicly", mode, kv)
-
-    async def nothing_swapped(self) -> tuple[float, ...]:
-        return tuple(await self._call("wait", "nothing_swapped"))
-
-    async def written(self) -> tuple[float, int]:
-        now, tokens = await self._call("control", "written")
-        return now, tokens
-
-
-@contextlib.asynccontextmanager
-async def real_parts(options: argparse.Namespace, run_dir: Path) -> AsyncIterator[Bench]:
-    """Engines and trainer as a run would have them, started; all of it gone after the block."""
-    heard: list[Bench] = []
-
-    def on_event(actor: str, record: dict[str, Any]) -> None:
-        for bench in heard:
-            bench.heard(actor, record)
-
-    async with assembly.connected(None, run_dir):
-        parts = assembly.make_parts(
-            options.settings,
-            options.prepared,
-            run_dir,
-            on_event,
-            BenchmarkEngine,
-            # Exactness costs speed, and is not what is measured here.
-            batch_invariant=False,
-        )
-        fleet = Fleet(parts.engines)
-        bench = Bench(fleet, parts.trainer, options)
-        heard.append(bench)
-        options.parts = parts
-        try:
-            await bench.up()
-            yield bench
-        finally:
-            await asyncio.gather(fleet.aclose(), parts.trainer.aclose(), return_exceptions=True)
 
 
 async def measure(options: argparse.Namespace, run_dir: Path) -> Result:
@@ -234,9 +64,9 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> Result:
         path=options.json,
     )
     result.save()
-    async with real_parts(options, run_dir) as bench:
+    async with real_parts(options.settings, options.prepared, run_dir) as bench:
         engines = [replica.engine for replica in bench.fleet.serving]
-        result.hardware, result.packages = options.parts.hardware, dict(options.parts.packages)
+        result.hardware, result.packages = bench.parts.hardware, dict(bench.parts.packages)
 
         def decoding(requests: int) -> Load:
             return Load(engines, checked.prompts, requests, options.tokens)
@@ -255,9 +85,9 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> Result:
                 work = decoding(requests)
                 try:
                     if all(row["requests"] != requests for row in result.control):
-                        result.control.append(await control(bench, work, requests))
+                        result.control.append(await control(bench, work, requests, options))
                     result.methods += await swaps(
-                        bench, work, name, backend, requests, naive_too=first
+                        bench, work, name, backend, requests, options, naive_too=first
                     )
                 finally:
                     await work.stop()
@@ -267,7 +97,8 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> Result:
                     say(f"{name}: throughput of {requests} requests")
                     work = decoding(requests)
                     try:
-                        result.throughput.append(await speed(bench, work, name, staged, requests))
+                        row = await speed(bench, work, options.window, staged)
+                        result.throughput.append({"backend": name, "requests": requests} | row)
                     finally:
                         await work.stop()
                     save()
@@ -278,13 +109,15 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> Result:
     return result
 
 
-async def control(bench: Bench, work: Load, requests: int) -> dict[str, Any]:
+async def control(
+    bench: Bench, work: Load, requests: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """What requests stall while nothing is swapped: of a stall, that much is not the swap's."""
     stalls: list[float] = []
     await asyncio.sleep(SLOT_S)  # the first prefill
-    moments = min(MOMENTS, bench.options.swaps)
+    moments = min(MOMENTS, options.swaps)
     for _ in range(moments):
-        await asyncio.sleep(bench.options.interval)
+        await asyncio.sleep(options.interval)
         work.check()
         async with deadline("control", CONTROL_S, lambda: "the next tokens of every request"):
             seen = [await engine.nothing_swapped() for engine in bench.engines]
@@ -298,10 +131,10 @@ async def swaps(
     name: str,
     backend: TransferBackend,
     requests: int,
+    options: argparse.Namespace,
     naive_too: bool,
 ) -> list[Method]:
     """Swap again and again under ``work``."""
-    options = bench.options
     pause_s = options.interval
     if backend.native:
         own = Method(name, "vLLM's own transfer and public pause", name, requests)
@@ -341,14 +174,14 @@ async def swaps(
     return [m for m in (own, awake, seed) if m.samples]
 
 
-async def speed(bench: Bench, work: Load, name: str, staged: bool, requests: int) -> dict[str, Any]:
+async def speed(bench: Bench, work: Load, window: float, staged: bool) -> dict[str, Any]:
     """Tokens a second without swaps, with one a second, with one after the other and, staged,
     while bytes always arrive.
 
     Of the last only the transfer counts: the trainer takes its snapshot once, before it.
     """
     slots = Slots(bench.written)
-    count = max(2, round(bench.options.window / SLOT_S))
+    count = max(2, round(window / SLOT_S))
 
     async def nothing() -> int:
         await asyncio.sleep(SLOT_S)
@@ -393,7 +226,7 @@ async def speed(bench: Bench, work: Load, name: str, staged: bool, requests: int
         work.check()
         for one in kinds if turn % 2 == 0 else reversed(kinds):
             await one()
-    row = {"backend": name, "requests": requests, "slots": count, "slot_s": SLOT_S}
+    row = {"slots": count, "slot_s": SLOT_S}
     return row | slots.result("without", ("one_swap_a_second", "always_swapping", "always_staging"))
 
 
@@ -419,10 +252,6 @@ def measure_ceilings(nbytes: int, backends: Sequence[TransferBackend]) -> dict[s
             say(f"no ceiling of {link}: {error}")  # null in the result, never a made-up zero
             found[f"{link}_broadcast"] = None
     return found
-
-
-def say(line: str) -> None:
-    print(f"sync_latency: {line}", file=sys.stderr, flush=True)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
