@@ -32,6 +32,7 @@ from .processes import (
 from .reporting import ActorReporter
 from .scratch import SCRATCH_ENV, make_scratch, remove_scratch
 from .transfer.wire_errors import from_wire
+from .warm_up import warm_up
 
 T = TypeVar("T")
 GRACE_S = 3.0
@@ -108,6 +109,8 @@ class Core:
         self.tokenizer = self._llm.get_tokenizer()
         facts = vllm_compat.model_facts(self._llm)
         self._started = tree(os.getpid())
+        if settings.warms_up:
+            await self._warm_up(facts["max_model_len"])
         # What was imported stays: a collector that walks through it stops all requests for long.
         gc.collect()
         gc.freeze()
@@ -131,6 +134,14 @@ class Core:
             node=ray_node(),
         )
         return info
+
+    async def _warm_up(self, max_model_len: int) -> None:
+        began = time.perf_counter()
+        requests = await self.or_death(
+            warm_up(self.running(), max_model_len, self._settings.max_num_seqs)
+        )
+        seconds = round(time.perf_counter() - began, 3)
+        self._reporter.info("engine warmed up", seconds=seconds, requests=requests)
 
     @property
     def dead(self) -> bool:

@@ -75,6 +75,11 @@ class EngineSettings:
         return self.batch_invariant if self.graphs is None else not self.graphs
 
     @property
+    def warms_up(self) -> bool:
+        """Whether kernels are compiled before the first request: see :mod:`actors.warm_up`."""
+        return self.batch_invariant and self.swaps and not self.cpu
+
+    @property
     def offline(self) -> bool:
         """The model is a folder here: nothing is to be looked up on the hub."""
         return Path(self.model).is_dir()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,18 @@ async def shared_rig(
     from actors.adapters import RayEngine
     from actors.engine_settings import EngineSettings
 
+    class TestedEngine(RayEngine):
+        actor = "midflight_tested_engine:TestedEngineActor"
+
+        async def warm_up(self, max_num_seqs: int) -> int:
+            return int(await self._call("control", "warm_up", max_num_seqs))
+
     folder = tmp_path_factory.mktemp("real")
     models = {"a": make_model(folder / "a", 1), "b": make_model(folder / "b", 2)}
     (folder / "a" / "generation_config.json").write_text(json.dumps(HIDDEN_DEFAULTS))
     records: list[dict[str, Any]] = []
-    engine = RayEngine(
+    sys.path.append(str(PLUGINS))
+    engine = TestedEngine(
         "real",
         EngineSettings(
             model=str(folder / "a"),

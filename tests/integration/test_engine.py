@@ -20,6 +20,7 @@ from actors.adapters import RayEngine
 from actors.engine_settings import EngineSettings
 from actors.processes import ProcessId, shared_memory
 from actors.scratch import SCRATCH_ENV
+from actors.warm_up import step_sizes
 from orchestrator.errors import (
     ChannelError,
     EngineDied,
@@ -353,6 +354,16 @@ async def test_the_only_worker_lives_in_the_engine_core(real_rig: RealRig) -> No
     below = [psutil.Process(pid) for pid in real_rig.info.pids if psutil.pid_exists(pid)]
     titles = [" ".join(process.cmdline()).strip() for process in below]
     assert [title for title in titles if title.startswith("VLLM::")] == ["VLLM::EngineCore"]
+
+
+async def test_a_warm_up_is_of_requests_that_vllm_takes(real_rig: RealRig) -> None:
+    rig = real_rig
+    async with asyncio.timeout(DEADLINE_S):
+        served = await rig.engine.warm_up(16)
+        status = await rig.engine.status()
+        completion = await rig.generate(rig.request(1, 8))
+    assert served == len(step_sizes(511)) + 16
+    assert status.live_requests == status.held_requests == 0 and len(completion.token_ids) == 8
 
 
 async def test_twenty_channels_leave_the_sockets_of_the_engine_as_they_were(
