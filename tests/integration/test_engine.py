@@ -361,7 +361,7 @@ async def test_a_warm_up_is_of_requests_that_vllm_takes(real_rig: RealRig) -> No
     async with asyncio.timeout(DEADLINE_S):
         served = await rig.engine.warm_up(16)
         status = await rig.engine.status()
-        completion = await rig.generate(rig.request(1, 8))
+        completion = await rig.generate(rig.request(8))
     assert served == len(step_sizes(511)) + 16
     assert status.live_requests == status.held_requests == 0 and len(completion.token_ids) == 8
 
