@@ -15,6 +15,8 @@ import torch
 
 from orchestrator.errors import ChannelError
 
+from .waiting import mark
+
 Answer = dict[str, object]
 
 
@@ -39,7 +41,7 @@ class Aside:
         before = self._thread
         queued = None
         if self._device.type == "cuda":
-            queued = torch.cuda.current_stream(self._device).record_event()
+            queued = mark(self._device)
 
         def run() -> None:
             if before is not None:
@@ -76,4 +78,6 @@ class Aside:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
-            self._stream.synchronize()  # also after a failure: it may still write somewhere
+            # Also after a failure: it may still write somewhere.
+            with torch.cuda.stream(self._stream):
+                mark(self._device).synchronize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import runs
+from .waiting import mark
 
 PROGRAMS = 1
 """That copy at a time. On an H200 one copies 30 GB/s. Steps that are bound by memory took 3 %
@@ -24,11 +25,4 @@ def copy_beside(target: torch.Tensor, source: torch.Tensor) -> None:
         target, source = target[whole:], source[whole:]
     target.copy_(source)
     if target.device.type == "cuda":
-        _wait(target.device)
-
-
-def _wait(device: torch.device) -> None:
-    """Until the current stream is done; asleep, where ``synchronize`` would keep a core busy."""
-    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    done.record(torch.cuda.current_stream(device))
-    done.synchronize()
+        mark(target.device).synchronize()

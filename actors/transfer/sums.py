@@ -16,6 +16,7 @@ from orchestrator.errors import TransferError
 from .factors import COLUMNS, ROWS, factors, mixed, row_factors
 from .region import Region, Shape, grid, row_length
 from .tiles import Matrix, Tiles, usable
+from .waiting import to_host
 
 Held = tuple[torch.Tensor, Region, Shape]
 """The elements of a region of a tensor of a shape, in memory of any strides."""
@@ -61,7 +62,7 @@ class Sums:
             queued.append(([place for place, _ in found], torch.stack(sums)))
         values = [0] * self._count
         for places, on_device in queued:
-            for place, value in zip(places, on_device.tolist(), strict=True):
+            for place, value in zip(places, to_host(on_device).tolist(), strict=True):
                 values[place] = value & MASK
         return values
 
