@@ -9,12 +9,17 @@ requests would wait for the compiler.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
+
+from orchestrator.types import KVPolicy, PauseMode
 
 from . import vllm_compat
 
 LARGEST = 2048
 """Tokens of a step; more of them take the same kernels."""
+_SCORED = 256
+"""Tokens of the longest prompt whose own logprobs are asked for, as the canary does."""
 _STEPS = 2
 """With each number of requests."""
 
@@ -34,30 +39,49 @@ def lengths(requests: int) -> tuple[int, ...]:
 
 
 async def warm_up(llm: Any, max_model_len: int, max_num_seqs: int) -> int:
-    """Compute prompts of each size, then decode with each number of requests; how many requests.
+    """Compute prompts in steps of each size, then decode with each number of requests.
 
-    Nobody else can use their KV cache.
+    Returns how many requests that took. Nobody else can use their KV cache.
     """
-    prompts = step_sizes(max_model_len - 1)
-    for size in prompts:  # one by one: each is a step of its own
-        await _request(llm, f"prompt-{size}", size, 1)
-    together = lengths(max_num_seqs)
-    longest = max_model_len - 1
-    await asyncio.gather(
-        *(
-            _request(llm, f"decode-{place}", 1, min(length, longest))
-            for place, length in enumerate(together)
-        )
-    )
-    return len(prompts) + len(together)
+    served = 0
+    for size in step_sizes(LARGEST):
+        prompts = _cut(size, max_model_len - 1)
+        if len(prompts) <= max_num_seqs:
+            served += await _together(llm, f"step-{size}", prompts, [1] * len(prompts))
+        if len(prompts) == 1 and size <= _SCORED:
+            served += await _together(llm, f"score-{size}", prompts, None)
+    tokens = [min(length, max_model_len - 1) for length in lengths(max_num_seqs)]
+    return served + await _together(llm, "decode", [1] * max_num_seqs, tokens)
 
 
-async def _request(llm: Any, name: str, prompt: int, tokens: int) -> None:
-    params = vllm_compat.sampling(tokens, 1.0, None, True)
-    stream = await vllm_compat.submit(
-        llm, f"warm-up-{name}", [0] * prompt, params, f"warm-up-{name}"
-    )
+def _cut(size: int, most: int) -> list[int]:
+    """``size`` tokens as prompts of at most ``most``."""
+    whole, rest = divmod(size, most)
+    return [most] * whole + [rest] * bool(rest)
+
+
+async def _together(
+    llm: Any, name: str, prompts: Sequence[int], tokens: Sequence[int] | None
+) -> int:
+    """Requests that begin in one step: prompts of so many tokens, and what each writes.
+
+    ``tokens`` None: the prompts are only scored.
+    """
+    streams = []
     try:
-        await stream.listen()
+        await vllm_compat.pause(llm, PauseMode.KEEP, KVPolicy.KEEP)
+        for place, prompt in enumerate(prompts):
+            # vLLM warns of random sampling without a seed.
+            params = (
+                vllm_compat.scoring()
+                if tokens is None
+                else vllm_compat.sampling(tokens[place], 1.0, place, True)
+            )
+            request_id = f"warm-up-{name}-{place}"
+            ids = [0] * prompt
+            streams.append(await vllm_compat.submit(llm, request_id, ids, params, request_id))
+        await vllm_compat.resume(llm)
+        await asyncio.gather(*(stream.listen() for stream in streams))
     finally:
-        await stream.close()
+        await asyncio.gather(*(stream.close() for stream in streams))
+    return len(streams)

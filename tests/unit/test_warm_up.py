@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 
 from actors import vllm_compat
 from actors.engine_settings import EngineSettings
-from actors.warm_up import lengths, step_sizes, warm_up
+from actors.warm_up import LARGEST, lengths, step_sizes, warm_up
+from orchestrator.types import KVPolicy, PauseMode
 
 # vLLM 0.33, _BATCH_INVARIANT_MATMUL_TUNED_CONFIGS: tiles by the tokens of a step, up to each.
 RANGES = (1, 4, 8, 16, 32, 64, 256, 512, 1024, 2048)
@@ -47,30 +47,75 @@ def test_only_an_engine_whose_requests_would_wait_is_warmed_up(changed: dict[str
     assert not EngineSettings(model="m", **(usual | changed)).warms_up
 
 
-async def test_prompts_are_computed_one_by_one_and_every_request_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log: list[tuple[str, int]] = []
-    open_now: set[str] = set()
-    salts: list[str] = []
+class FakeLLM:
+    """Notes what a step would be given: all that was submitted while paused begins together."""
 
-    async def submit(llm: Any, name: str, ids: list[int], params: Any, salt: str) -> Any:
-        assert name not in open_now
-        open_now.add(name)
-        salts.append(salt)
-        log.append((name, len(open_now)))
+    def __init__(self, fails: int = -1) -> None:
+        self.steps: list[list[tuple[int, int]]] = []
+        self.open: set[str] = set()
+        self.salts: list[str] = []
+        self._fails = fails
+        self._paused = False
+        self._waiting: list[tuple[int, int]] = []
+
+    async def pause(self, mode: PauseMode, kv: KVPolicy) -> None:
+        assert not self._paused and not self.open
+        assert (mode, kv) == (PauseMode.KEEP, KVPolicy.KEEP)
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._paused = False
+        self.steps.append(self._waiting)
+        self._waiting = []
+
+    async def submit(self, name: str, ids: list[int], params: tuple[Any, ...], salt: str) -> Any:
+        assert self._paused and name not in self.open
+        if len(self.salts) == self._fails:
+            raise RuntimeError("no")
+        self.open.add(name)
+        self.salts.append(salt)
+        self._waiting.append((len(ids), params[0] if params else 0))
 
         async def listen() -> None:
-            await asyncio.sleep(0)
+            assert not self._paused
 
         async def close() -> None:
-            open_now.remove(name)
+            self.open.remove(name)
 
         return SimpleNamespace(listen=listen, close=close)
 
-    monkeypatch.setattr(vllm_compat, "submit", submit)
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pause", "resume", "submit"):
+        monkeypatch.setattr(
+            vllm_compat, name, lambda llm, *args, name=name: getattr(llm, name)(*args)
+        )
     monkeypatch.setattr(vllm_compat, "sampling", lambda *asked: asked)
-    assert await warm_up(None, 512, 13) == len(step_sizes(511)) + 13
-    assert not open_now and len(set(salts)) == len(salts) == len(log)
-    assert [count for name, count in log if "prompt" in name] == [1] * len(step_sizes(511))
-    assert [count for name, count in log if "decode" in name] == list(range(1, 14))
+    monkeypatch.setattr(vllm_compat, "scoring", tuple)
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(("context", "requests"), [(512, 13), (4096, 64), (40, 3)])
+async def test_every_size_is_a_step_of_its_own_where_the_engine_has_room(
+    context: int, requests: int
+) -> None:
+    llm = FakeLLM()
+    served = await warm_up(llm, context, requests)
+    *steps, decoding = llm.steps
+    scored = [step[0][0] for step in steps if step[0][1] == 0]
+    assert scored == [size for size in step_sizes(LARGEST) if size <= min(256, context - 1)]
+    prefills = [step for step in steps if step[0][1]]
+    sizes = [size for size in step_sizes(LARGEST) if size <= requests * (context - 1)]
+    assert [sum(prompt for prompt, _ in step) for step in prefills] == sizes
+    assert all(prompt < context and tokens == 1 for step in prefills for prompt, tokens in step)
+    assert [tokens for _, tokens in decoding] == [min(n, context - 1) for n in lengths(requests)]
+    assert served == len(llm.salts) == len(set(llm.salts)) and not llm.open
+
+
+@pytest.mark.usefixtures("vllm")
+async def test_a_request_that_vllm_refuses_leaves_no_other_open() -> None:
+    llm = FakeLLM(fails=30)
+    with pytest.raises(RuntimeError, match="no"):
+        await warm_up(llm, 512, 13)
+    assert len(llm.salts) == 30 and not llm.open
