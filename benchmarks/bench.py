@@ -155,6 +155,11 @@ class Bench:
         with operation(sync_id=update.sync_id, version=update.version):
             await self._cycle.prefetch(update)
 
+    async def digest(self, update: WeightUpdate) -> None:
+        """Digest what the engines hold while they decode, and compare it with nothing."""
+        with operation(sync_id=update.sync_id, version=update.version):
+            await self.fleet.digests(update)
+
 
 class BenchmarkEngine(RayEngine):
     """A real engine, see :class:`naive.BenchmarkEngineActor`."""

@@ -66,3 +66,18 @@ def test_the_benchmark_measures_backends_side_by_side_and_the_ceiling(tmp_path: 
     assert speeds["gloo"]["always_staging"] is None
     assert min(speeds["staged-gloo"].values()) > 0
     assert target.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_benchmark_of_costs_takes_a_swap_apart(tmp_path: Path) -> None:
+    target = tmp_path / "costs.json"
+    out = run(
+        "benchmarks/swap_costs.py",
+        *("--backends", "staged-gloo", "--slots", "2", "--requests", "5", "--warmup", "1"),
+        *("--json", str(target)),
+    )
+    found = json.loads(target.read_text())
+    (row,) = found["rows"]
+    assert (found["backend"], row["requests"], row["slots"]) == ("staged-gloo", 5, 2)
+    assert row["tokens_per_s"]["nothing"] > 0 and len(row["swap_costs_s"]) == 4
+    for name, count in row["swaps"].items():
+        assert count >= 2 and f"{name}: " in out and f"({count} times)" in out
