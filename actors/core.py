@@ -99,8 +99,7 @@ class Core:
         except Exception as error:
             raise EngineError(
                 self.name,
-                f"vLLM did not start: {type(error).__name__}: {error}"
-                + (f" (its output: {settings.log_path})" if settings.log_path else ""),
+                f"vLLM did not start: {type(error).__name__}: {error}{self._see_log()}",
             ) from None
         finally:
             gc.enable()
@@ -110,7 +109,7 @@ class Core:
         facts = vllm_compat.model_facts(self._llm)
         self._started = tree(os.getpid())
         if settings.warms_up:
-            await self._warm_up(facts["max_model_len"])
+            await self._warm_up()
         # What was imported stays: a collector that walks through it stops all requests for long.
         gc.collect()
         gc.freeze()
@@ -135,11 +134,16 @@ class Core:
         )
         return info
 
-    async def _warm_up(self, max_model_len: int) -> None:
+    async def _warm_up(self) -> None:
         began = time.perf_counter()
-        requests = await self.or_death(
-            warm_up(self.running(), max_model_len, self._settings.max_num_seqs)
-        )
+        try:
+            requests = await self.or_death(warm_up(self.running()))
+        except EngineDied:
+            raise
+        except MidflightError as error:
+            raise EngineError(
+                self.name, f"it could not be warmed up: {error}{self._see_log()}"
+            ) from error
         seconds = round(time.perf_counter() - began, 3)
         self._reporter.info("engine warmed up", seconds=seconds, requests=requests)
 
@@ -190,10 +194,12 @@ class Core:
         if (ours := from_wire(text)) is not None:
             return ours
         if type(error).__name__ == "EngineDeadError":
-            log = self._settings.log_path
-            where = f" (its output: {log})" if log else ""
-            return EngineDied(self.name, f"its engine core failed{where}")
+            return EngineDied(self.name, f"its engine core failed{self._see_log()}")
         return EngineError(self.name, f"{type(error).__name__}: {text}")
+
+    def _see_log(self) -> str:
+        log = self._settings.log_path
+        return f" (its output: {log})" if log else ""
 
     async def close(self) -> None:
         """Stop vLLM, fail its requests, remove its processes and files. Idempotent."""

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.errors import ConfigError
 from orchestrator.types import FinishReason, KVPolicy, PauseMode, PolicyVersion, TokenSpan
@@ -132,6 +132,26 @@ def model_facts(llm: Any) -> dict[str, Any]:
         "vocab_size": int(config.get_vocab_size()),
         "workers": int(parallel.world_size) * int(parallel.data_parallel_size),
     }
+
+
+class Limits(NamedTuple):
+    """What an engine takes, at most."""
+
+    max_model_len: int
+    """Tokens of one request, prompt and output."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """Of one step."""
+
+
+def limits(llm: Any) -> Limits:
+    """Those that vLLM was started with."""
+    scheduler = llm.vllm_config.scheduler_config
+    return Limits(
+        int(llm.model_config.max_model_len),
+        int(scheduler.max_num_seqs),
+        int(scheduler.max_num_batched_tokens),
+    )
 
 
 def shutdown(llm: Any, timeout_s: float) -> None:

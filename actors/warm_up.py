@@ -12,16 +12,15 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.types import KVPolicy, PauseMode
+from orchestrator.types import FinishReason, KVPolicy, PauseMode
 
 from . import vllm_compat
 
 LARGEST = 2048
 """Tokens of a step; more of them take the same kernels."""
-_SCORED = 256
-"""Tokens of the longest prompt whose own logprobs are asked for, as the canary does."""
-_STEPS = 2
-"""With each number of requests."""
+SCORED = 1024
+"""Tokens of a step whose prompts' logprobs are asked for, as the canary does: vLLM computes logits
+of at most so many at a time (``v1/worker/gpu/sample/prompt_logprob.py``)."""
 
 
 def step_sizes(most: int) -> tuple[int, ...]:
@@ -33,25 +32,26 @@ def step_sizes(most: int) -> tuple[int, ...]:
 
 
 def lengths(requests: int) -> tuple[int, ...]:
-    """Tokens that each of so many requests writes, all begun together, for every step size."""
+    """Tokens that each of so many requests writes, for a step of each size: all begin together."""
     sizes = step_sizes(requests)
-    return tuple(_STEPS * sum(size > place for size in sizes) for place in range(requests))
+    return tuple(sum(size > place for size in sizes) for place in range(requests))
 
 
-async def warm_up(llm: Any, max_model_len: int, max_num_seqs: int) -> int:
+async def warm_up(llm: Any) -> int:
     """Compute prompts in steps of each size, then decode with each number of requests.
 
-    Returns how many requests that took. Nobody else can use their KV cache.
+    Returns how many requests that took (UnexpectedAnswer if one did not run to its end). Nobody
+    else can use their KV cache.
     """
-    served = 0
-    for size in step_sizes(LARGEST):
-        prompts = _cut(size, max_model_len - 1)
-        if len(prompts) <= max_num_seqs:
-            served += await _together(llm, f"step-{size}", prompts, [1] * len(prompts))
-        if len(prompts) == 1 and size <= _SCORED:
-            served += await _together(llm, f"score-{size}", prompts, None)
-    tokens = [min(length, max_model_len - 1) for length in lengths(max_num_seqs)]
-    return served + await _together(llm, "decode", [1] * max_num_seqs, tokens)
+    limits = vllm_compat.limits(llm)
+    longest, served = limits.max_model_len - 1, 0
+    if longest < 1:
+        return 0
+    most = min(limits.max_num_batched_tokens, limits.max_num_seqs * longest)
+    for size in step_sizes(most):
+        served += await _together(llm, f"step-{size}", _cut(size, longest), None)
+    tokens = [min(length, longest) for length in lengths(limits.max_num_seqs)]
+    return served + await _together(llm, "decode", [1] * limits.max_num_seqs, tokens)
 
 
 def _cut(size: int, most: int) -> list[int]:
@@ -65,23 +65,25 @@ async def _together(
 ) -> int:
     """Requests that begin in one step: prompts of so many tokens, and what each writes.
 
-    ``tokens`` None: the prompts are only scored.
+    ``tokens`` None: one each, and the prompts are scored if they are not too many.
     """
+    score = tokens is None and sum(prompts) <= SCORED
     streams = []
     try:
         await vllm_compat.pause(llm, PauseMode.KEEP, KVPolicy.KEEP)
         for place, prompt in enumerate(prompts):
+            writes = 1 if tokens is None else tokens[place]
             # vLLM warns of random sampling without a seed.
-            params = (
-                vllm_compat.scoring()
-                if tokens is None
-                else vllm_compat.sampling(tokens[place], 1.0, place, True)
-            )
+            sampled = vllm_compat.sampling(writes, 1.0, place, True)
+            params = vllm_compat.scoring() if score else sampled
             request_id = f"warm-up-{name}-{place}"
             ids = [0] * prompt
             streams.append(await vllm_compat.submit(llm, request_id, ids, params, request_id))
         await vllm_compat.resume(llm)
-        await asyncio.gather(*(stream.listen() for stream in streams))
+        for ended in await asyncio.gather(*(stream.listen() for stream in streams)):
+            reason = ended.outputs[0].finish_reason
+            if reason not in (FinishReason.LENGTH, FinishReason.STOP):
+                raise vllm_compat.UnexpectedAnswer(f"{ended.request_id} ended with {reason!r}")
     finally:
         await asyncio.gather(*(stream.close() for stream in streams))
     return len(streams)

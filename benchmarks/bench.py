@@ -23,6 +23,7 @@ from orchestrator.errors import ValidationFailed
 from orchestrator.fleet import Fleet
 from orchestrator.machine import Guard, SwapMachine, Trigger
 from orchestrator.options import SwapOptions, ValidationOptions
+from orchestrator.tasks import deadline
 from orchestrator.types import (
     KVPolicy,
     PauseMode,
@@ -34,10 +35,13 @@ from orchestrator.types import (
 )
 from orchestrator.validation import Validator, explain
 
+DIGEST_S = 60.0
+"""What a digest may take."""
+
 
 def say(line: str) -> None:
     """Tell the user, beside the result."""
-    print(f"sync_latency: {line}", file=sys.stderr, flush=True)
+    print(f"{Path(sys.argv[0]).stem}: {line}", file=sys.stderr, flush=True)
 
 
 class Bench:
@@ -158,7 +162,10 @@ class Bench:
     async def digest(self, update: WeightUpdate) -> None:
         """Digest what the engines hold while they decode, and compare it with nothing."""
         with operation(sync_id=update.sync_id, version=update.version):
-            await self.fleet.digests(update)
+            async with deadline("digest", DIGEST_S, lambda: "the engines' digests"):
+                found = await self.fleet.digests(update)
+        if not all(found.values()):
+            raise ValidationFailed(f"an engine digested nothing: {found}")
 
 
 class BenchmarkEngine(RayEngine):

@@ -3,8 +3,7 @@
     python benchmarks/swap_costs.py --slots 12 --requests 13,64 --json costs.json
 
 Slots of half a second take turns: in some nothing is done, in the others one thing again and
-again. Options are those of sync_latency.py, which measures what requests see instead; the first
-backend counts.
+again. What requests see of a swap, sync_latency.py measures.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import sync_latency
+import load_options
 from bench import Bench, real_parts
 from load import Load, Slots
 from results import as_text
@@ -37,20 +36,21 @@ Part = Callable[[WeightUpdate], Awaitable[object]]
 """Whole on return; of an update that the trainer has taken its snapshot for."""
 
 
-def parts(bench: Bench) -> dict[str, Part]:
-    """What may be done again and again, by name."""
-    return {
-        "snapshot and its digest, by the trainer": lambda update: bench.update(),
-        "prefetch": bench.bring,
-        "digest by the engine": bench.digest,
-        "the whole swap": lambda update: bench.ours(),
-    }
+def parts(bench: Bench, update: WeightUpdate) -> dict[str, Part]:
+    """What may be done again and again, by name; of ``update``'s kind."""
+    found: dict[str, Part] = {"snapshot and its digest, by the trainer": lambda _: bench.update()}
+    if update.at_hand:
+        found["prefetch"] = bench.bring
+    found["digest by the engine"] = bench.digest
+    found["the whole swap"] = lambda _: bench.ours()
+    return found
 
 
 async def costs(bench: Bench, work: Load, slots: int) -> dict[str, Any]:
     """Of each part under ``work``; see :meth:`load.Slots.result`."""
     found = Slots(bench.written)
-    ways = parts(bench)
+    await bench.ours()
+    ways = parts(bench, (await bench.update())[0])
 
     async def nothing(update: WeightUpdate) -> int:
         await asyncio.sleep(SLOT_S)
@@ -61,14 +61,12 @@ async def costs(bench: Bench, work: Load, slots: int) -> dict[str, Any]:
             began, count = time.perf_counter(), 0
             while time.perf_counter() - began < SLOT_S:
                 await part(update)
-                await asyncio.sleep(0)  # where the part is none, others must run all the same
                 count += 1
             return count
 
         return over
 
     kinds = {NOTHING: nothing} | {name: again(part) for name, part in ways.items()}
-    await bench.ours()
     for turn in range(slots):
         work.check()
         for name in kinds if turn % 2 == 0 else reversed(kinds):
@@ -78,30 +76,32 @@ async def costs(bench: Bench, work: Load, slots: int) -> dict[str, Any]:
 
 
 async def measure(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
-    """Everything, in one run."""
+    """Everything, in one run; what has been measured is saved as it comes."""
     backend, staged = options.routes[0]
+    found: dict[str, Any] = {
+        "model": options.settings.model,
+        "backend": route(backend, staged),
+        "kv_policy": options.kv,
+        "request_tokens": options.tokens,
+        "rows": [],
+    }
     async with real_parts(options.settings, options.prepared, run_dir) as bench:
+        found |= {"hardware": bench.parts.hardware, "packages": dict(bench.parts.packages)}
         await bench.use(backend, staged)
-        rows = []
         for requests in options.requests:
             work = Load(bench.engines, options.prepared.checked.prompts, requests, options.tokens)
             try:
                 await asyncio.sleep(2 * SLOT_S)  # the first prefill
                 for _ in range(options.warmup):
                     await bench.ours()
-                rows.append({"requests": requests} | await costs(bench, work, options.slots))
+                row = {"requests": requests} | await costs(bench, work, options.slots)
             finally:
                 await work.stop()
-        return {
-            "hardware": bench.parts.hardware,
-            "packages": dict(bench.parts.packages),
-            "model": options.settings.model,
-            "backend": route(backend, staged),
-            "kv_policy": options.kv,
-            "request_tokens": options.tokens,
-            "bytes": bench.nbytes,
-            "rows": rows,
-        }
+            found["rows"].append(row)
+            found["bytes"] = bench.nbytes
+            if options.json is not None:
+                options.json.write_text(as_text(found))
+    return found
 
 
 def show(found: dict[str, Any]) -> None:
@@ -116,19 +116,14 @@ def show(found: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write. Exit code 1 with one line if something fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0] if __doc__ else None,
-        epilog="Further options: see sync_latency.py --help.",
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--slots", type=int, default=12, help="of each kind (default 12)")
-    own, others = parser.parse_known_args(argv)
-    if own.slots < 2:
+    parser.add_argument("--backend", default="auto", help="e.g. ipc, staged-ipc, staged-gloo")
+    options = load_options.parse(parser, argv)
+    if options.slots < 2:
         parser.error("--slots must be at least 2: the error is from their differences")
-    options = sync_latency.parse(others)
-    options.slots = own.slots
     try:
-        sync_latency.prepare(options)
+        load_options.prepare(options, options.backend)
         with (
             tempfile.TemporaryDirectory(prefix="midflight-bench-") as folder,
             operation(run_id="bench"),
@@ -138,11 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"swap_costs: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("swap_costs: interrupted, nothing is kept", file=sys.stderr)
+        print("swap_costs: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     show(found)
-    if options.json is not None:
-        options.json.write_text(as_text(found))
     return 0
 
 

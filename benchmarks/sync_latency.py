@@ -16,11 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ceiling
+import load_options
 import naive
 import plot
 import resources
@@ -29,22 +30,15 @@ from bench import Bench, real_parts, say
 from load import Load, Slots
 from results import Method, Result
 
-from actors import assembly, models
-from actors.hardware import choose_backend, split_backend
-from orchestrator.config import Settings
 from orchestrator.context import operation
 from orchestrator.cycle import stall_stats
-from orchestrator.errors import EXIT_INTERRUPTED, ConfigError, MidflightError
-from orchestrator.sources import load
+from orchestrator.errors import EXIT_INTERRUPTED, MidflightError
 from orchestrator.tasks import deadline
 from orchestrator.types import (
-    KVPolicy,
     TransferBackend,
     route,
 )
 
-DECODE_TOKENS = {"cpu": 192, "gpu": 2048}
-"""New tokens of a request of the load: seconds of decoding, as rollouts are."""
 CONTROL_S = 60.0
 """What requests may take to write a few tokens more."""
 MOMENTS = 100
@@ -259,86 +253,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--swaps", type=int, default=50, help="swaps by our cycle (default 50)")
     parser.add_argument("--naive-swaps", type=int, default=5, help="naive and native swaps each")
-    parser.add_argument("--warmup", type=int, default=3, help="swaps that do not count")
-    parser.add_argument("--requests", default="13", help="requests decoding, e.g. 13 or 13,64")
-    defaults = ", ".join(f"{count} on a {where.upper()}" for where, count in DECODE_TOKENS.items())
-    parser.add_argument("--tokens", type=int, help=f"new tokens a request (default: {defaults})")
     parser.add_argument("--interval", type=float, default=0.3, help="seconds between swaps")
     parser.add_argument("--window", type=float, default=0.0, help="seconds of each throughput")
-    parser.add_argument("--model", default="tiny", help="as of python -m orchestrator")
     parser.add_argument("--backends", default="auto", help="e.g. ipc,staged-ipc,native-ipc")
-    parser.add_argument("--kv", default="recompute", choices=[k.value for k in KVPolicy])
-    parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--plot", type=Path, help="write a PNG here (default: beside --json)")
-    options = parser.parse_args(argv)
-    try:
-        options.requests = [int(part) for part in options.requests.split(",")]
-    except ValueError:
-        parser.error("--requests takes numbers, e.g. 13 or 13,64")
-    counts = (
-        options.swaps,
-        *options.requests,
-        options.warmup,
-        1 if options.tokens is None else options.tokens,
-    )
-    if min(counts) < 1:
-        parser.error("--swaps, --requests, --warmup and --tokens must be at least 1")
-    for target in (options.json, options.plot):
-        if target is not None:
-            try:  # now, not after minutes of measuring
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.touch()
-            except OSError as error:
-                parser.error(f"cannot write {target}: {error.strerror}")
-    return options
-
-
-def routes(asked: str, gpus: int) -> list[tuple[TransferBackend, bool]]:
-    """Backends to compare, by name (ConfigError for one that cannot run here)."""
-    names = asked.split(",")
-    if asked == "auto":
-        link = choose_backend(None, gpus).value
-        names = [link, f"staged-{link}", *([f"native-{link}"] if gpus else [])]
-    found = []
-    for name in names:
-        link_name, staged = split_backend(name)
-        found.append((choose_backend(link_name, gpus), staged))
-    return found
-
-
-def prepare(options: argparse.Namespace) -> None:
-    """Resolve what was asked for, before anything starts (ConfigError)."""
-    settings: Settings = load(
-        {
-            "model": options.model,
-            "backend": options.backends.split(",")[0],
-            "kv": options.kv,
-            "max_in_flight": max(options.requests),
-        },
-        None,
-    )
-    prepared = assembly.preflight(settings)
-    checked = prepared.checked
-    asked = options.tokens
-    options.tokens = asked or DECODE_TOKENS["gpu" if checked.gpus else "cpu"]
-    context = checked.max_model_len
-    if settings.max_model_len is None:
-        limit = int(models.read_config(checked.engine_path)["max_position_embeddings"])
-        context = max(context, min(2 * options.tokens, limit))
-    most = context // 2
-    if asked and asked > most:
-        raise ConfigError(f"--tokens {asked}: a context of {context} tokens leaves room for {most}")
-    options.tokens = min(options.tokens, most)
-    options.settings = settings
-    options.prepared = replace(prepared, checked=replace(checked, max_model_len=context))
-    options.routes = routes(options.backends, checked.gpus)
+    return load_options.parse(parser, argv, at_least_one=["swaps"], targets=["plot"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write. Exit code 1 with one line if something fails."""
     options = parse(argv)
     try:
-        prepare(options)
+        load_options.prepare(options, options.backends)
         with (
             tempfile.TemporaryDirectory(prefix="midflight-bench-") as folder,
             operation(run_id="bench"),

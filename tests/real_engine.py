@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,8 @@ def ray_session() -> Iterator[None]:
 
 def engine_options(faults: Path, **environment: str) -> dict[str, Any]:
     """Ray's actor options that put the fault plugin into the engine's processes."""
-    path = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH", "")]))
+    here = [str(PLUGINS), str(PLUGINS.parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, here))
     env = {"PYTHONPATH": path, "MIDFLIGHT_TEST_FAULT_FILE": str(faults), **environment}
     return {"runtime_env": {"env_vars": env}}
 
@@ -129,16 +129,15 @@ async def shared_rig(
     from actors.engine_settings import EngineSettings
 
     class TestedEngine(RayEngine):
-        actor = "midflight_tested_engine:TestedEngineActor"
+        actor = "tests.tested_engine:TestedEngineActor"
 
-        async def warm_up(self, max_num_seqs: int) -> int:
-            return int(await self._call("control", "warm_up", max_num_seqs))
+        async def warm_up(self) -> None:
+            await self._call("control", "warm_up")
 
     folder = tmp_path_factory.mktemp("real")
     models = {"a": make_model(folder / "a", 1), "b": make_model(folder / "b", 2)}
     (folder / "a" / "generation_config.json").write_text(json.dumps(HIDDEN_DEFAULTS))
     records: list[dict[str, Any]] = []
-    sys.path.append(str(PLUGINS))
     engine = TestedEngine(
         "real",
         EngineSettings(

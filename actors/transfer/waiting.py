@@ -17,7 +17,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cuda":
         return tensor
     # Pinned, or the copy itself would wait, in the driver.
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     mark(tensor.device).synchronize()
     return host

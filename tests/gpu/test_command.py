@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,6 @@ def test_three_steps_colocated_are_proved(tmp_path: Path) -> None:
         assert swap["checks"]["digest"]["verdict"] == "match"
         assert swap["checks"]["canary"]["verdict"] == "match"
     assert (summary["validation"]["passed"], summary["validation"]["prompts"]) == (13, 13)
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    warmed_up = [e["actor"] for e in map(json.loads, lines) if e["event"] == "engine warmed up"]
+    assert warmed_up == ["engine-0"]

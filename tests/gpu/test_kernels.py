@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.transfer import beside, runs, sums, tiles
+from actors.transfer import beside, runs, sums, tiles, waiting
+from actors.transfer.aside import Answer, Aside
 from actors.transfer.region import Region
 from actors.transfer.sums import Held, Sums
 
@@ -88,3 +89,37 @@ def test_a_copy_beside_decoding_is_there_on_return(
     assert ran == ([beside.PROGRAMS] if nbytes >= 16 else [])
     assert torch.equal(target[:nbytes], source)
     assert not target[nbytes:].any()
+
+
+def test_what_comes_to_the_host_is_what_the_device_had_computed_by_then() -> None:
+    on_device = torch.zeros(310, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        for value in (7, 8):  # the second lands in the pinned memory of the first
+            torch.cuda._sleep(50_000_000)
+            on_device.fill_(value)
+            assert waiting.to_host(on_device).tolist() == [value] * 310
+
+
+def test_work_aside_is_done_when_the_device_is_done_with_it() -> None:
+    device = torch.device("cuda", 0)
+    target = torch.zeros(1000, device=device)
+    torch.cuda.synchronize()
+    seen: list[list[float]] = []
+    side = torch.cuda.Stream()
+
+    def work() -> Answer:
+        torch.cuda._sleep(50_000_000)
+        target.fill_(3.0)
+        return {}
+
+    def done(answer: Answer) -> None:
+        assert answer == {}
+        with torch.cuda.stream(side):  # waits for nobody
+            seen.append(target.cpu().unique().tolist())
+
+    aside = Aside(device)
+    aside.start("test", work, done)
+    aside.finish()
+    assert seen == [[3.0]]

@@ -356,13 +356,15 @@ async def test_the_only_worker_lives_in_the_engine_core(real_rig: RealRig) -> No
     assert [title for title in titles if title.startswith("VLLM::")] == ["VLLM::EngineCore"]
 
 
-async def test_a_warm_up_is_of_requests_that_vllm_takes(real_rig: RealRig) -> None:
+async def test_a_warm_up_is_of_requests_that_vllm_serves(real_rig: RealRig) -> None:
     rig = real_rig
     async with asyncio.timeout(DEADLINE_S):
-        served = await rig.engine.warm_up(16)
+        await rig.engine.warm_up()
         status = await rig.engine.status()
         completion = await rig.generate(rig.request(8))
-    assert served > len(step_sizes(LARGEST)) + 16
+    (record,) = [r for r in rig.records if r["event"] == "engine warmed up"]
+    prompts = [-(-size // 511) for size in step_sizes(LARGEST)]
+    assert record["requests"] == sum(prompts) + 64
     assert status.live_requests == status.held_requests == 0 and len(completion.token_ids) == 8
 
 

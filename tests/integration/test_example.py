@@ -72,7 +72,7 @@ def test_the_benchmark_of_costs_takes_a_swap_apart(tmp_path: Path) -> None:
     target = tmp_path / "costs.json"
     out = run(
         "benchmarks/swap_costs.py",
-        *("--backends", "staged-gloo", "--slots", "2", "--requests", "5", "--warmup", "1"),
+        *("--backend", "staged-gloo", "--slots", "2", "--requests", "5", "--warmup", "1"),
         *("--json", str(target)),
     )
     found = json.loads(target.read_text())

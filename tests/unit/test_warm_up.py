@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors import vllm_compat
+from actors import core, vllm_compat
 from actors.engine_settings import EngineSettings
+from actors.reporting import ActorReporter
 from actors.warm_up import LARGEST, lengths, step_sizes, warm_up
+from orchestrator.errors import EngineDied, EngineError
 from orchestrator.types import KVPolicy, PauseMode
 
 # vLLM 0.33, _BATCH_INVARIANT_MATMUL_TUNED_CONFIGS: tiles by the tokens of a step, up to each.
@@ -50,13 +53,19 @@ def test_only_an_engine_whose_requests_would_wait_is_warmed_up(changed: dict[str
 class FakeLLM:
     """Notes what a step would be given: all that was submitted while paused begins together."""
 
-    def __init__(self, fails: int = -1) -> None:
-        self.steps: list[list[tuple[int, int]]] = []
+    def __init__(
+        self, context: int = 512, requests: int = 13, batched: int = 8192, ends: str = "length"
+    ) -> None:
+        self.limits = vllm_compat.Limits(context, requests, batched)
+        self.steps: list[list[tuple[int, tuple[Any, ...]]]] = []
+        """Of each request: its prompt's tokens, and what was asked for."""
         self.open: set[str] = set()
         self.salts: list[str] = []
-        self._fails = fails
+        self.refused_at: int | None = None
+        self.may_be_cut = False
+        self._ends = ends
         self._paused = False
-        self._waiting: list[tuple[int, int]] = []
+        self._waiting: list[tuple[int, tuple[Any, ...]]] = []
 
     async def pause(self, mode: PauseMode, kv: KVPolicy) -> None:
         assert not self._paused and not self.open
@@ -70,16 +79,24 @@ class FakeLLM:
 
     async def submit(self, name: str, ids: list[int], params: tuple[Any, ...], salt: str) -> Any:
         assert self._paused and name not in self.open
-        if len(self.salts) == self._fails:
+        if len(self.salts) == self.refused_at:
             raise RuntimeError("no")
         self.open.add(name)
         self.salts.append(salt)
-        self._waiting.append((len(ids), params[0] if params else 0))
+        self._waiting.append((len(ids), params))
+        ended = False
 
-        async def listen() -> None:
+        async def listen() -> Any:
+            nonlocal ended
             assert not self._paused
+            await asyncio.sleep(1)
+            ended = True
+            return SimpleNamespace(
+                request_id=name, outputs=[SimpleNamespace(finish_reason=self._ends)]
+            )
 
         async def close() -> None:
+            assert ended or self.may_be_cut, "closed before its end"
             self.open.remove(name)
 
         return SimpleNamespace(listen=listen, close=close)
@@ -91,31 +108,131 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             vllm_compat, name, lambda llm, *args, name=name: getattr(llm, name)(*args)
         )
+    monkeypatch.setattr(vllm_compat, "limits", lambda llm: llm.limits)
     monkeypatch.setattr(vllm_compat, "sampling", lambda *asked: asked)
     monkeypatch.setattr(vllm_compat, "scoring", tuple)
 
 
 @pytest.mark.usefixtures("vllm")
-@pytest.mark.parametrize(("context", "requests"), [(512, 13), (4096, 64), (40, 3)])
+@pytest.mark.parametrize(
+    ("context", "requests", "batched", "most"),
+    [
+        (512, 13, 8192, 2048),
+        (4096, 64, 8192, 2048),
+        (4096, 64, 1000, 1000),
+        (40, 3, 8192, 117),
+        (2, 1, 64, 1),
+    ],
+)
 async def test_every_size_is_a_step_of_its_own_where_the_engine_has_room(
-    context: int, requests: int
+    context: int, requests: int, batched: int, most: int
 ) -> None:
-    llm = FakeLLM()
-    served = await warm_up(llm, context, requests)
-    *steps, decoding = llm.steps
-    scored = [step[0][0] for step in steps if step[0][1] == 0]
-    assert scored == [size for size in step_sizes(LARGEST) if size <= min(256, context - 1)]
-    prefills = [step for step in steps if step[0][1]]
-    sizes = [size for size in step_sizes(LARGEST) if size <= requests * (context - 1)]
-    assert [sum(prompt for prompt, _ in step) for step in prefills] == sizes
-    assert all(prompt < context and tokens == 1 for step in prefills for prompt, tokens in step)
-    assert [tokens for _, tokens in decoding] == [min(n, context - 1) for n in lengths(requests)]
+    llm = FakeLLM(context, requests, batched)
+    served = await warm_up(llm)
+    *prefills, decoding = llm.steps
+    assert [sum(prompt for prompt, _ in step) for step in prefills] == list(step_sizes(most))
+    for step in prefills:
+        assert all(prompt < context for prompt, _ in step)
+        scored = sum(prompt for prompt, _ in step) <= 1024
+        for place, (_, asked) in enumerate(step):
+            assert asked == (() if scored else (1, 1.0, place, True))
+    longest = context - 1
+    assert [asked for _, asked in decoding] == [
+        (min(tokens, longest), 1.0, place, True) for place, tokens in enumerate(lengths(requests))
+    ]
     assert served == len(llm.salts) == len(set(llm.salts)) and not llm.open
 
 
 @pytest.mark.usefixtures("vllm")
+async def test_an_engine_that_can_write_nothing_is_asked_for_nothing() -> None:
+    llm = FakeLLM(context=1)
+    assert await warm_up(llm) == 0 and not llm.steps
+
+
+@pytest.mark.usefixtures("vllm")
 async def test_a_request_that_vllm_refuses_leaves_no_other_open() -> None:
-    llm = FakeLLM(fails=30)
+    llm = FakeLLM()
+    llm.refused_at, llm.may_be_cut = 30, True
     with pytest.raises(RuntimeError, match="no"):
-        await warm_up(llm, 512, 13)
+        await warm_up(llm)
     assert len(llm.salts) == 30 and not llm.open
+
+
+@pytest.mark.usefixtures("vllm")
+async def test_a_request_that_does_not_run_to_its_end_is_said() -> None:
+    with pytest.raises(vllm_compat.UnexpectedAnswer, match="warm-up-step-1-0 ended with 'abort'"):
+        await warm_up(FakeLLM(ends="abort"))
+
+
+class Started:
+    """A core whose vLLM starts at once and is a :class:`FakeLLM`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, llm: FakeLLM, **changed: Any) -> None:
+        facts = {"dtype": "bfloat16", "max_model_len": 512, "vocab_size": 9, "workers": 1}
+        for name, value in {
+            "make_llm": llm,
+            "engine_environment": {},
+            "core_pids": (),
+            "model_facts": facts,
+            "packages": {},
+            "hardware": "none",
+        }.items():
+            monkeypatch.setattr(vllm_compat, name, lambda *_, value=value, **__: value)
+
+        async def watch(*_: Any) -> None:
+            """Nothing of it runs."""
+
+        monkeypatch.setattr(core.Core, "_watch", watch)
+        monkeypatch.setattr(core, "make_scratch", dict)
+        monkeypatch.setattr(core.gc, "freeze", lambda: None)
+        monkeypatch.setenv(core.ACTOR_ENV, "")
+        llm.get_tokenizer = lambda: None  # type: ignore[attr-defined]
+        usual: dict[str, Any] = {"cpu": False, "batch_invariant": True, "swaps": True}
+        settings = EngineSettings(model="none", log_path="engine.log", **(usual | changed))
+        self.reporter = ActorReporter("e")
+        self.core = core.Core("e", settings, self.reporter, asyncio.get_running_loop())
+
+    async def events(self) -> list[str]:
+        return [str(record["event"]) for record in await self.reporter.next_events()]
+
+
+@pytest.mark.usefixtures("vllm")
+async def test_an_engine_is_up_when_it_has_been_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM()
+    started = Started(monkeypatch, llm)
+    await started.core.start()
+    assert len(llm.steps) == len(step_sizes(LARGEST)) + 1
+    assert await started.events() == ["engine warmed up", "engine up"]
+
+
+@pytest.mark.usefixtures("vllm")
+async def test_a_cpu_engine_is_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM()
+    started = Started(monkeypatch, llm, cpu=True)
+    await started.core.start()
+    assert not llm.steps and await started.events() == ["engine up"]
+
+
+@pytest.mark.usefixtures("vllm")
+async def test_an_engine_that_cannot_be_warmed_up_says_what_failed_and_where_to_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = Started(monkeypatch, FakeLLM(ends="error"))
+    with pytest.raises(EngineError, match=r"could not be warmed up.*'error'.*engine\.log"):
+        await started.core.start()
+
+
+@pytest.mark.usefixtures("vllm")
+async def test_an_engine_that_dies_meanwhile_is_dead_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = FakeLLM()
+    llm.may_be_cut = True
+    started = Started(monkeypatch, llm)
+    task = asyncio.create_task(started.core.start())
+    await asyncio.sleep(3)  # in its third step
+    started.core._dead.set_result("killed")
+    with pytest.raises(EngineDied, match="killed"):
+        await task
+    await asyncio.sleep(1)
+    assert not llm.open
