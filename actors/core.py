@@ -39,6 +39,9 @@ GRACE_S = 3.0
 """What vLLM may take to leave a GPU before its processes are killed. On a CPU they are killed
 at once: they hold nothing but memory, and never end within seconds by themselves."""
 
+WARM_UP_S = 240.0
+"""What the warm-up may take. A cold one took 29 s on an H200."""
+
 
 class Core:
     """One ``AsyncLLM`` and its processes. Lives in ``loop``; made on any thread."""
@@ -135,15 +138,20 @@ class Core:
         return info
 
     async def _warm_up(self) -> None:
+        """An engine that could not be warmed up serves all the same, and a warning says so."""
         began = time.perf_counter()
         try:
-            requests = await self.or_death(warm_up(self.running()))
+            async with asyncio.timeout(WARM_UP_S):
+                requests = await self.or_death(warm_up(self.running()))
         except EngineDied:
             raise
-        except MidflightError as error:
-            raise EngineError(
-                self.name, f"it could not be warmed up: {error}{self._see_log()}"
-            ) from error
+        except (MidflightError, TimeoutError) as error:
+            reason = str(error) or f"it took more than {WARM_UP_S:g} s"
+            self._reporter.warning(
+                "engine not warmed up",
+                message=f"{reason}: its first steps of each size will be slow{self._see_log()}",
+            )
+            return
         seconds = round(time.perf_counter() - began, 3)
         self._reporter.info("engine warmed up", seconds=seconds, requests=requests)
 

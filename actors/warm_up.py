@@ -71,15 +71,17 @@ async def _together(
     streams = []
     try:
         await vllm_compat.pause(llm, PauseMode.KEEP, KVPolicy.KEEP)
-        for place, prompt in enumerate(prompts):
-            writes = 1 if tokens is None else tokens[place]
-            # vLLM warns of random sampling without a seed.
-            sampled = vllm_compat.sampling(writes, 1.0, place, True)
-            params = vllm_compat.scoring() if score else sampled
-            request_id = f"warm-up-{name}-{place}"
-            ids = [0] * prompt
-            streams.append(await vllm_compat.submit(llm, request_id, ids, params, request_id))
-        await vllm_compat.resume(llm)
+        try:
+            for place, prompt in enumerate(prompts):
+                writes = 1 if tokens is None else tokens[place]
+                # vLLM warns of random sampling without a seed.
+                sampled = vllm_compat.sampling(writes, 1.0, place, True)
+                params = vllm_compat.scoring() if score else sampled
+                request_id = f"warm-up-{name}-{place}"
+                ids = [0] * prompt
+                streams.append(await vllm_compat.submit(llm, request_id, ids, params, request_id))
+        finally:
+            await vllm_compat.resume(llm)
         for ended in await asyncio.gather(*(stream.listen() for stream in streams)):
             reason = ended.outputs[0].finish_reason
             if reason not in (FinishReason.LENGTH, FinishReason.STOP):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from actors import core, vllm_compat
 from actors.engine_settings import EngineSettings
 from actors.reporting import ActorReporter
 from actors.warm_up import LARGEST, lengths, step_sizes, warm_up
-from orchestrator.errors import EngineDied, EngineError
+from orchestrator.errors import EngineDied
 from orchestrator.types import KVPolicy, PauseMode
 
 # vLLM 0.33, _BATCH_INVARIANT_MATMUL_TUNED_CONFIGS: tiles by the tokens of a step, up to each.
@@ -63,22 +64,23 @@ class FakeLLM:
         self.salts: list[str] = []
         self.refused_at: int | None = None
         self.may_be_cut = False
+        self.step_s = 1.0
         self._ends = ends
-        self._paused = False
+        self.paused = False
         self._waiting: list[tuple[int, tuple[Any, ...]]] = []
 
     async def pause(self, mode: PauseMode, kv: KVPolicy) -> None:
-        assert not self._paused and not self.open
+        assert not self.paused and not self.open
         assert (mode, kv) == (PauseMode.KEEP, KVPolicy.KEEP)
-        self._paused = True
+        self.paused = True
 
     async def resume(self) -> None:
-        self._paused = False
+        self.paused = False
         self.steps.append(self._waiting)
         self._waiting = []
 
     async def submit(self, name: str, ids: list[int], params: tuple[Any, ...], salt: str) -> Any:
-        assert self._paused and name not in self.open
+        assert self.paused and name not in self.open
         if len(self.salts) == self.refused_at:
             raise RuntimeError("no")
         self.open.add(name)
@@ -88,8 +90,8 @@ class FakeLLM:
 
         async def listen() -> Any:
             nonlocal ended
-            assert not self._paused
-            await asyncio.sleep(1)
+            assert not self.paused
+            await asyncio.sleep(self.step_s)
             ended = True
             return SimpleNamespace(
                 request_id=name, outputs=[SimpleNamespace(finish_reason=self._ends)]
@@ -155,7 +157,7 @@ async def test_a_request_that_vllm_refuses_leaves_no_other_open() -> None:
     llm.refused_at, llm.may_be_cut = 30, True
     with pytest.raises(RuntimeError, match="no"):
         await warm_up(llm)
-    assert len(llm.salts) == 30 and not llm.open
+    assert len(llm.salts) == 30 and not llm.open and not llm.paused
 
 
 @pytest.mark.usefixtures("vllm")
@@ -214,12 +216,28 @@ async def test_a_cpu_engine_is_up_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("vllm")
-async def test_an_engine_that_cannot_be_warmed_up_says_what_failed_and_where_to_look(
+async def test_an_engine_that_cannot_be_warmed_up_is_up_and_says_what_failed_and_where_to_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started = Started(monkeypatch, FakeLLM(ends="error"))
-    with pytest.raises(EngineError, match=r"could not be warmed up.*'error'.*engine\.log"):
-        await started.core.start()
+    llm = FakeLLM(ends="error")
+    started = Started(monkeypatch, llm)
+    await started.core.start()
+    warning, up = await started.reporter.next_events()
+    assert (warning["level"], warning["event"]) == ("warning", "engine not warmed up")
+    assert re.search(r"'error'.*first steps.*engine\.log", str(warning["message"]))
+    assert up["event"] == "engine up" and not llm.open and not llm.paused
+
+
+@pytest.mark.usefixtures("vllm")
+async def test_a_warm_up_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM()
+    llm.step_s, llm.may_be_cut = 1e6, True
+    started = Started(monkeypatch, llm)
+    await started.core.start()
+    warning, up = await started.reporter.next_events()
+    assert "more than 240 s" in str(warning["message"]) and up["event"] == "engine up"
+    await asyncio.sleep(1)
+    assert not llm.open and not llm.paused
 
 
 @pytest.mark.usefixtures("vllm")
