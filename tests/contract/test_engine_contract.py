@@ -15,6 +15,8 @@ from orchestrator.types import FinishReason, KVPolicy, PauseMode, PhaseTimeouts
 from tests.swaps import Rig, check_completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+LONG = 480
+"""Tokens of a request that still runs after a swap or two, however fast the machine is."""
 DEADLINE_S = 20.0
 
 
@@ -53,7 +55,7 @@ async def test_they_are_engines_and_senders(rig: Rig) -> None:
 async def test_requests_cut_by_a_swap_finish_with_tokens_of_both_versions(rig: Rig) -> None:
     await up(rig)
     async with asyncio.timeout(DEADLINE_S):
-        requests = [rig.request(60, i) for i in range(6)]
+        requests = [rig.request(LONG, i) for i in range(6)]
         running = [asyncio.create_task(rig.generate(r)) for r in requests]
         await rig.engine.wait_for_tokens(10)
         old = rig.version
@@ -76,7 +78,7 @@ async def test_requests_cut_by_a_swap_finish_with_tokens_of_both_versions(rig: R
 async def test_two_swaps_make_three_spans(rig: Rig) -> None:
     await up(rig)
     async with asyncio.timeout(DEADLINE_S):
-        request = rig.request(120)
+        request = rig.request(LONG)
         running = asyncio.create_task(rig.generate(request))
         first = rig.version
         for which, threshold in (("b", 5), ("a", 25)):
