@@ -40,7 +40,9 @@ GRACE_S = 3.0
 at once: they hold nothing but memory, and never end within seconds by themselves."""
 
 WARM_UP_S = 240.0
-"""What the warm-up may take. A cold one took 29 s on an H200."""
+"""What the warm-up may take. A cold one, of fewer steps than now, took 29 s on an H200."""
+GO_ON_S = 10.0
+"""What an engine may take to go on after a warm-up that failed."""
 
 
 class Core:
@@ -138,22 +140,40 @@ class Core:
         return info
 
     async def _warm_up(self) -> None:
-        """An engine that could not be warmed up serves all the same, and a warning says so."""
+        """An engine that could not be warmed up serves all the same, and a warning says so.
+
+        EngineError if its scheduler cannot be told to go on then.
+        """
         began = time.perf_counter()
+        work = asyncio.create_task(warm_up(self.running()))
         try:
             async with asyncio.timeout(WARM_UP_S):
-                requests = await self.or_death(warm_up(self.running()))
+                requests = await self.or_death(work)
         except EngineDied:
             raise
         except (MidflightError, TimeoutError) as error:
             reason = str(error) or f"it took more than {WARM_UP_S:g} s"
-            self._reporter.warning(
-                "engine not warmed up",
-                message=f"{reason}: its first steps of each size will be slow{self._see_log()}",
-            )
+            await self._go_on_unwarmed(work, reason)
             return
         seconds = round(time.perf_counter() - began, 3)
         self._reporter.info("engine warmed up", seconds=seconds, requests=requests)
+
+    async def _go_on_unwarmed(self, work: asyncio.Task[int], reason: str) -> None:
+        await asyncio.wait({work}, timeout=GO_ON_S)  # it ends its requests
+        try:
+            # A warm-up holds the scheduler paused now and then; a paused one would serve nobody.
+            async with asyncio.timeout(GO_ON_S):
+                await self.or_death(vllm_compat.resume(self.running()))
+        except TimeoutError:
+            raise EngineError(
+                self.name,
+                f"its warm-up failed ({reason}), and then its scheduler did not go on within "
+                f"{GO_ON_S:g} s{self._see_log()}",
+            ) from None
+        self._reporter.warning(
+            "engine not warmed up",
+            message=f"{reason}: its first steps of each size will be slow{self._see_log()}",
+        )
 
     @property
     def dead(self) -> bool:

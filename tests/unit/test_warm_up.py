@@ -15,7 +15,7 @@ from actors import core, vllm_compat
 from actors.engine_settings import EngineSettings
 from actors.reporting import ActorReporter
 from actors.warm_up import LARGEST, lengths, step_sizes, warm_up
-from orchestrator.errors import EngineDied
+from orchestrator.errors import EngineDied, EngineError
 from orchestrator.types import KVPolicy, PauseMode
 
 # vLLM 0.33, _BATCH_INVARIANT_MATMUL_TUNED_CONFIGS: tiles by the tokens of a step, up to each.
@@ -65,6 +65,7 @@ class FakeLLM:
         self.refused_at: int | None = None
         self.may_be_cut = False
         self.step_s = 1.0
+        self.stuck = False
         self._ends = ends
         self.paused = False
         self._waiting: list[tuple[int, tuple[Any, ...]]] = []
@@ -75,6 +76,8 @@ class FakeLLM:
         self.paused = True
 
     async def resume(self) -> None:
+        if self.stuck:
+            await asyncio.sleep(1e6)
         self.paused = False
         self.steps.append(self._waiting)
         self._waiting = []
@@ -236,8 +239,20 @@ async def test_a_warm_up_that_takes_too_long_is_given_up(monkeypatch: pytest.Mon
     await started.core.start()
     warning, up = await started.reporter.next_events()
     assert "more than 240 s" in str(warning["message"]) and up["event"] == "engine up"
-    await asyncio.sleep(1)
     assert not llm.open and not llm.paused
+
+
+@pytest.mark.usefixtures("vllm")
+async def test_an_engine_whose_scheduler_stays_paused_is_not_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = FakeLLM()
+    llm.stuck = llm.may_be_cut = True
+    started = Started(monkeypatch, llm)
+    with pytest.raises(
+        EngineError, match=r"more than 240 s.*did not go on within 10 s.*engine\.log"
+    ):
+        await started.core.start()
 
 
 @pytest.mark.usefixtures("vllm")
