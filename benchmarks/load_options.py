@@ -1,19 +1,25 @@
-"""Options of the benchmarks that swap under load, and what becomes of them."""
+"""Options of the benchmarks that swap under load, and a run by them."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import asyncio
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from actors import assembly, models
 from actors.hardware import choose_backend, split_backend
 from orchestrator.config import Settings
-from orchestrator.errors import ConfigError
+from orchestrator.context import operation
+from orchestrator.errors import EXIT_INTERRUPTED, ConfigError, MidflightError
 from orchestrator.sources import load
 from orchestrator.types import KVPolicy, TransferBackend
 
+T = TypeVar("T")
 DECODE_TOKENS = {"cpu": 192, "gpu": 2048}
 """New tokens of a request of the load: seconds of decoding, as rollouts are."""
 
@@ -99,3 +105,31 @@ def prepare(options: argparse.Namespace, backends: str) -> None:
     options.settings = settings
     options.prepared = replace(prepared, checked=replace(checked, max_model_len=context))
     options.routes = routes(backends, checked.gpus)
+
+
+def run(
+    name: str,
+    options: argparse.Namespace,
+    backends: str,
+    measure: Callable[[argparse.Namespace, Path], Coroutine[Any, Any, T]],
+) -> T:
+    """What ``measure`` found with the prepared options, in a folder of its own.
+
+    Exits with one line by the benchmark's ``name``, and the error's code, if anything fails.
+    """
+    try:
+        prepare(options, backends)
+        with (
+            tempfile.TemporaryDirectory(prefix="midflight-bench-") as folder,
+            operation(run_id="bench"),
+        ):
+            return asyncio.run(measure(options, Path(folder)))
+    except MidflightError as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        kept = "nothing is kept without --json"
+        if options.json is not None:
+            kept = f"what was measured until then is in {options.json}"
+        print(f"{name}: interrupted, {kept}", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)

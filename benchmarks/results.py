@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import plot
 
 from orchestrator.cycle import stall_stats
+from orchestrator.telemetry.jsonl import write_atomic
 from orchestrator.types import PhaseSeconds
 
 SCHEMA = 3
@@ -134,11 +134,8 @@ class Result:
 
     def save(self) -> None:
         """Write it, if it is to be written; whatever happens then, a whole file is there."""
-        if self.path is None:
-            return
-        beside = self.path.with_name(f".{self.path.name}.part")
-        beside.write_text(as_text(self.to_json()))
-        os.replace(beside, self.path)
+        if self.path is not None:
+            write_atomic(self.path, as_text(self.to_json()))
 
 
 def as_text(found: dict[str, Any]) -> str:

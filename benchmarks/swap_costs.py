@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import functools
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -24,8 +23,7 @@ from load import Load, Slots
 from results import as_text
 from table import ms
 
-from orchestrator.context import operation
-from orchestrator.errors import EXIT_INTERRUPTED, MidflightError
+from orchestrator.telemetry.jsonl import write_atomic
 from orchestrator.types import WeightUpdate, route
 
 SLOT_S = 0.5
@@ -100,7 +98,7 @@ async def measure(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
             found["rows"].append(row)
             found["bytes"] = bench.nbytes
             if options.json is not None:
-                options.json.write_text(as_text(found))
+                write_atomic(options.json, as_text(found))
     return found
 
 
@@ -122,19 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = load_options.parse(parser, argv)
     if options.slots < 2:
         parser.error("--slots must be at least 2: the error is from their differences")
-    try:
-        load_options.prepare(options, options.backend)
-        with (
-            tempfile.TemporaryDirectory(prefix="midflight-bench-") as folder,
-            operation(run_id="bench"),
-        ):
-            found = asyncio.run(measure(options, Path(folder)))
-    except MidflightError as error:
-        print(f"swap_costs: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("swap_costs: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    found = load_options.run("swap_costs", options, options.backend, measure)
     show(found)
     return 0
 

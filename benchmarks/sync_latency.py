@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import queue
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -30,9 +29,7 @@ from bench import Bench, real_parts, say
 from load import Load, Slots
 from results import Method, Result
 
-from orchestrator.context import operation
 from orchestrator.cycle import stall_stats
-from orchestrator.errors import EXIT_INTERRUPTED, MidflightError
 from orchestrator.tasks import deadline
 from orchestrator.types import (
     TransferBackend,
@@ -263,22 +260,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write. Exit code 1 with one line if something fails."""
     options = parse(argv)
-    try:
-        load_options.prepare(options, options.backends)
-        with (
-            tempfile.TemporaryDirectory(prefix="midflight-bench-") as folder,
-            operation(run_id="bench"),
-        ):
-            result = asyncio.run(measure(options, Path(folder)))
-    except MidflightError as error:
-        print(f"sync_latency: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        kept = "nothing is kept without --json"
-        if options.json is not None:
-            kept = f"what was measured until then is in {options.json}"
-        print(f"sync_latency: interrupted, {kept}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    result = load_options.run("sync_latency", options, options.backends, measure)
     found = result.to_json()
     table.show(found)
     picture = options.plot or (options.json.with_suffix(".png") if options.json else None)
