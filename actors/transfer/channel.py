@@ -69,6 +69,11 @@ class Channel:
         self._closed.add_done_callback(lambda closed: _settle(done, _closed(closed.result())))
         done.result()
 
+    def rest(self, seconds: float) -> None:
+        """Wait so long; ChannelError as soon as the channel is closed."""
+        with contextlib.suppress(TimeoutError):
+            raise _closed(self._closed.result(seconds))
+
     def close(self, reason: str) -> None:
         """Leave, and let the other members know why. Idempotent, from any thread."""
         # Words first: a peer whose link breaks looks for them.

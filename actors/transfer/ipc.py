@@ -172,7 +172,7 @@ class IpcInbox(Inbox):
             raise ChannelError(f"the channel was closed: {self.channel.closed}")
         mapped = self.refresh()
         if self.holds:
-            copy_beside(self.buffer(), mapped)
+            copy_beside(self.buffer(), mapped, self.channel.rest)
         yield self.layout.nbytes
 
     def refresh(self) -> torch.Tensor:

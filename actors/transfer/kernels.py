@@ -57,11 +57,12 @@ def sum_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def copy_run(at, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy one run of memory; ``at``: its target, source and 4-byte words.
+def copy_tile(tiles, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy one run of memory; a row of the table: target, source, 4-byte words.
 
     Both addresses are multiples of 16 bytes, and so is the run's length.
     """
+    at = tiles + tl.program_id(0).to(tl.int64) * 3
     target = tl.multiple_of(tl.load(at).to(tl.pointer_type(tl.int32)), 16)
     source = tl.multiple_of(tl.load(at + 1).to(tl.pointer_type(tl.int32)), 16)
     words = tl.multiple_of(tl.load(at + 2), 4)
@@ -69,17 +70,3 @@ def copy_run(at, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
         here = start + tl.arange(0, STEP)
         word = tl.load(source + here, mask=here < words, eviction_policy="evict_first")
         tl.store(target + here, word, mask=here < words, eviction_policy="evict_first")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def copy_tile(tiles, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy one row of the table, see ``runs.cut``."""
-    copy_run(tiles + tl.program_id(0).to(tl.int64) * 3, STEP)
-
-
-# Compiled once, whatever the count is: a variant for some would be compiled while decoding.
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def copy_tiles(tiles, count, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy ``count`` rows of the table, by any number of programs."""
-    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
-        copy_run(tiles + tile * 3, STEP)

@@ -48,8 +48,7 @@ def test_the_kernel_adds_right(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     assert fast.run()[0] != found[0] and fast.run()[-1] == found[-1]
 
 
-@pytest.mark.parametrize("programs", [None, 1, 3], ids=str)
-def test_the_copy_kernel_copies_runs_of_any_length(programs: int | None) -> None:
+def test_the_copy_kernel_copies_runs_of_any_length() -> None:
     generator = torch.Generator().manual_seed(0)
     pairs = []
     for count in (8, 4096, 32768, 32776, 100_000):
@@ -58,35 +57,25 @@ def test_the_copy_kernel_copies_runs_of_any_length(programs: int | None) -> None
         pairs.append((torch.zeros(count + 8, dtype=torch.bfloat16, device="cuda")[:count], on_gpu))
         assert runs.fits(*pairs[-1])
     assert runs.usable(pairs[0][0].device)
-    runs.Runs(pairs).run(programs)
+    runs.Runs(pairs).run()
     for target, source in pairs:
         assert torch.equal(target.view(torch.int16), source.view(torch.int16))
         beyond = target.as_strided((8,), (1,), target.numel())
         assert not beyond.any()
 
 
-@pytest.mark.parametrize("nbytes", [5, 16, (3 << 20) + 7, 16 << 20])
-def test_a_copy_beside_decoding_is_there_on_return(
-    nbytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("nbytes", [0, 5, beside.PIECE, 2 * beside.PIECE + 7])
+def test_a_copy_beside_decoding_is_there_on_return(nbytes: int) -> None:
     source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
     target = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cuda")
-    assert runs.usable(source.device)
-    ran: list[int] = []
-    run = runs.Runs.run
-
-    def noted(table: runs.Runs, programs: int) -> None:
-        ran.append(programs)
-        run(table, programs)
-
-    monkeypatch.setattr(runs.Runs, "run", noted)
+    rests: list[float] = []
     torch.cuda.synchronize()
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         torch.cuda._sleep(50_000_000)
-        beside.copy_beside(target[:nbytes], source)
+        beside.copy_beside(target[:nbytes], source, rests.append)
     assert aside.query()
-    assert ran == ([beside.PROGRAMS] if nbytes >= 16 else [])
+    assert rests == [beside.REST_S] * (nbytes // (beside.PIECE + 1))
     assert torch.equal(target[:nbytes], source)
     assert not target[nbytes:].any()
 

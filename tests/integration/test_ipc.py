@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors.transfer import beside, ipc
 from actors.transfer.base import make_sender
 from actors.transfer.inbox import Accept, Invitation
 from actors.transfer.ipc import IpcInbox, IpcSender
@@ -172,6 +174,33 @@ def test_staged_the_worker_has_a_copy_of_its_own(threads: ThreadPoolExecutor) ->
     assert (inbox.views()["w"] == 1.0).all()
     assert group.holds(2.0) and inbox.buffer() is own
     group.sender.close()
+
+
+def test_a_copy_that_rests_goes_on_after_it_and_ends_when_the_channel_is_closed(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where pieces are copied with rests between."""
+    group = Group(threads, staged=True)
+    (inbox,) = group.inboxes
+    monkeypatch.setattr(ipc, "copy_beside", beside.in_pieces)
+    monkeypatch.setattr(beside, "PIECE", inbox.layout.nbytes // 4)
+    monkeypatch.setattr(beside, "REST_S", 0.001)
+    group.stage(1.0)
+    assert group.holds(1.0)
+    monkeypatch.setattr(beside, "REST_S", 2 * WAIT_S)
+    resting, rest = threading.Event(), inbox.channel.rest
+
+    def seen(seconds: float) -> None:
+        resting.set()
+        rest(seconds)
+
+    monkeypatch.setattr(inbox.channel, "rest", seen)
+    group.stage(2.0)
+    fetching = threads.submit(inbox.fetch)
+    assert resting.wait(WAIT_S)
+    group.sender.close()
+    with pytest.raises(ChannelError, match=r"closed|gone"):
+        fetching.result(WAIT_S)
 
 
 def test_until_a_plan_is_trusted_the_worker_has_a_copy_too(threads: ThreadPoolExecutor) -> None:

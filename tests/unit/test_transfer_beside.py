@@ -1,44 +1,55 @@
-"""A copy beside decoding: what the kernel takes, and what is left to torch; no GPU."""
+"""A copy beside decoding: its pieces and its rests; no GPU."""
 
 from __future__ import annotations
-
-import ctypes
-from collections.abc import Sequence
 
 import pytest
 import torch
 
-from actors.transfer import beside, runs
+from actors.transfer import beside
+from orchestrator.errors import ChannelError
+
+PIECE = 64
 
 
-@pytest.mark.parametrize("nbytes", [0, 5, 16, (3 << 20) + 7])
-def test_all_bytes_are_copied_by_a_few_programs_and_the_tail_by_torch(
-    nbytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by_kernel: list[int] = []
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "PIECE", PIECE)
 
-    class HostRuns:
-        def __init__(self, pairs: Sequence[runs.Pair], tile: int) -> None:
-            self.rows = runs.cut(pairs, tile).tolist()
 
-        def run(self, programs: int) -> None:
-            assert programs == beside.PROGRAMS
-            for target, source, words in self.rows:
-                ctypes.memmove(target, source, 4 * words)
-                by_kernel.append(4 * words)
+def test_nothing_rests_without_a_gpu() -> None:
+    source = torch.randint(0, 256, (5 * PIECE,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
 
-    monkeypatch.setattr(runs, "usable", lambda device: True)
-    monkeypatch.setattr(runs, "Runs", HostRuns)
-    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    target = torch.zeros(nbytes + 64, dtype=torch.uint8)
-    beside.copy_beside(target[:nbytes], source)
+    def rest(seconds: float) -> None:
+        pytest.fail("there is no GPU to leave to others")
+
+    beside.copy_beside(target, source, rest)
+    assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, PIECE, PIECE + 1, 3 * PIECE + 7])
+def test_all_bytes_are_copied_with_rests_between(nbytes: int) -> None:
+    source = torch.randint(1, 256, (nbytes,), dtype=torch.uint8)
+    target = torch.zeros(nbytes + PIECE, dtype=torch.uint8)
+    at_rest: list[int] = []
+
+    def rest(seconds: float) -> None:
+        assert seconds == beside.REST_S
+        at_rest.append(int(target.count_nonzero()))
+
+    beside.in_pieces(target[:nbytes], source, rest)
+    assert at_rest == list(range(PIECE, nbytes, PIECE))
     assert torch.equal(target[:nbytes], source)
     assert not target[nbytes:].any()
-    assert sum(by_kernel) == nbytes - nbytes % 16
 
 
-def test_without_the_kernel_torch_copies_all() -> None:
-    source = torch.arange(100, dtype=torch.uint8)
+def test_a_channel_closed_meanwhile_ends_it() -> None:
+    source = torch.ones(3 * PIECE, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    beside.copy_beside(target, source)
-    assert torch.equal(target, source)
+
+    def rest(seconds: float) -> None:
+        raise ChannelError("the channel was closed")
+
+    with pytest.raises(ChannelError, match="closed"):
+        beside.in_pieces(target, source, rest)
+    assert target.sum() == PIECE

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 
+import pytest
 import torch
 
 from actors.transfer import runs
 
 
-def test_runs_cover_every_byte_once() -> None:
+def test_runs_cover_every_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "TILE", 256)
     generator = torch.Generator().manual_seed(0)
     pairs = []
     for count, dtype in ((8, torch.bfloat16), (128, torch.bfloat16), (1000, torch.float32)):
@@ -17,7 +19,7 @@ def test_runs_cover_every_byte_once() -> None:
         pairs.append((torch.zeros_like(source), source))
         assert runs.fits(*pairs[-1])
     copied = 0
-    for target, source, words in runs.cut(pairs, tile=256).tolist():
+    for target, source, words in runs.cut(pairs).tolist():
         assert target % 16 == source % 16 == words % 4 == 0 and 0 < 4 * words <= 256
         ctypes.memmove(target, source, 4 * words)
         copied += 4 * words
