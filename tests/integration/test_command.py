@@ -105,10 +105,11 @@ def test_an_interrupt_keeps_what_requests_have_and_leaves_nothing(
     tmp_path: Path, name: str
 ) -> None:
     """To the whole process group, Ray's processes included, as terminals and ``timeout`` do."""
+    # Otherwise some have ended before they can be cut, or wait for room in the buffer.
+    long = ("--max-tokens", "400", "--buffer-size", "100000")
     ended = command(
         "-m tests.integration.drive",
-        # Long ones: on a fast machine short ones end before they can be cut.
-        ["--interrupt", "GENERATING:2", "--signal", name, "--", *QUICK, "--max-tokens", "400"],
+        ["--interrupt", "GENERATING:2", "--signal", name, "--", *QUICK, *long],
         tmp_path / "run",
     )
     assert ended.after_fault is not None and ended.after_fault < 10
