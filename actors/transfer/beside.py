@@ -18,8 +18,8 @@ def copy_beside(target: torch.Tensor, source: torch.Tensor, rest: Callable[[floa
     """Copy flat uint8 ``source``; done on return. On a GPU with ``rest(seconds)`` between pieces,
     which may raise to end the copy.
 
-    Each piece at full speed: a slow kernel with one program took up to nine times as much of
-    decoding (docs/measured.md), because steps are slower as long as anything runs beside them.
+    Each piece at full speed: steps are slower as long as anything runs beside them, so a slow
+    kernel took more of decoding (docs/measured.md).
     """
     if target.device.type != "cuda":
         target.copy_(source)
