@@ -110,6 +110,7 @@ class ConsoleView:
         self._last: SyncReport | None = None
         self._shown: dict[int, int] = {}
         self._tokens: deque[tuple[float, int]] = deque()
+        self._written, self._written_since = 0, 0.0
         self._live: Live | None = None
         if live and not quiet and printer.console.is_terminal:
             self._live = Live(
@@ -130,18 +131,24 @@ class ConsoleView:
         match event:
             case ev.StateChanged(target=target):
                 self._state, self._since = target, event.at
+                self._written_since = self._written_since or event.at
             case ev.EngineStarted(info=i):
                 self._say(f"engine {i.name} is up: {i.workers} worker(s), {i.dtype}, {i.hardware}")
             case ev.RolloutFinished(rollout=rollout):
+                count = len(rollout.completion.token_ids)
                 self._finished += 1
-                self._tokens.append((event.at, len(rollout.completion.token_ids)))
+                self._written += count
+                self._tokens.append((event.at, count))
                 self._show_cut(rollout)
             case ev.TrainStepDone(stats=s):
                 self._step = s.step
+                since, self._written_since = self._written_since, event.at
+                written, self._written = self._written, 0
+                speed = written / max(event.at - since, 1e-3)
                 self._say(
                     f"step {s.step}/{self._steps}  reward {s.reward:.3f}  loss {s.loss:.4f}  "
                     f"grad norm {s.grad_norm:.3f}  {s.tokens} tokens trained in {s.seconds:.2f} s  "
-                    f"{self.rate():.0f} tok/s written"
+                    f"{speed:.0f} tok/s written"
                 )
             case ev.SwapDone(report=report):
                 self._last, self._version = report, int(report.update.version)

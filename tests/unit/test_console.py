@@ -73,6 +73,21 @@ def test_a_pipe_gets_plain_lines_with_every_fact(tmp_path: Path) -> None:
         assert fact in text
 
 
+def test_a_step_tells_the_speed_since_the_one_before(tmp_path: Path) -> None:
+    """Not of a window at its end: requests may have waited for room in the buffer by then."""
+    view, out = make(tmp_path)
+    view(changed(State.STARTING, State.GENERATING))
+    count = len(rollout().completion.token_ids)
+    for nth, (ended, step) in enumerate(((1.0, 100.0), (101.0, 104.0), (None, 105.0))):
+        for _ in range(100 if ended else 0):
+            view(ev.RolloutFinished(AT + (ended or 0), OP, rollout()))
+        view(changed(State.GENERATING, State.PAUSING))
+        view(ev.TrainStepDone(AT + step, OP, stats(), ()))
+        line = out.getvalue().splitlines()[-1]
+        speed = (count, 25 * count, 0)[nth]
+        assert line.endswith(f" {speed} tok/s written"), line
+
+
 def test_a_terminal_gets_a_live_display_and_a_table(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     view, out = make(tmp_path, terminal=True)
