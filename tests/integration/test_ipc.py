@@ -33,6 +33,7 @@ from orchestrator.types import (
 
 TIMEOUT_S = 30.0
 WAIT_S = 60.0
+SOON_S = 5.0
 UPDATE = WeightUpdate(
     sync_id="s1",
     from_version=PolicyVersion(0),
@@ -187,7 +188,7 @@ def test_a_copy_that_rests_goes_on_after_it_and_ends_when_the_channel_is_closed(
     monkeypatch.setattr(beside, "REST_S", 0.001)
     group.stage(1.0)
     assert group.holds(1.0)
-    monkeypatch.setattr(beside, "REST_S", 2 * WAIT_S)
+    monkeypatch.setattr(beside, "REST_S", 3 * SOON_S)
     resting, rest = threading.Event(), inbox.channel.rest
 
     def seen(seconds: float) -> None:
@@ -200,7 +201,7 @@ def test_a_copy_that_rests_goes_on_after_it_and_ends_when_the_channel_is_closed(
     assert resting.wait(WAIT_S)
     group.sender.close()
     with pytest.raises(ChannelError, match=r"closed|gone"):
-        fetching.result(WAIT_S)
+        fetching.result(SOON_S)
 
 
 def test_until_a_plan_is_trusted_the_worker_has_a_copy_too(threads: ThreadPoolExecutor) -> None:

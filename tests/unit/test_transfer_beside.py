@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -53,3 +56,24 @@ def test_a_channel_closed_meanwhile_ends_it() -> None:
     with pytest.raises(ChannelError, match="closed"):
         beside.in_pieces(target, source, rest)
     assert target.sum() == PIECE
+
+
+def test_on_a_gpu_what_was_queued_is_waited_for_in_any_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[torch.device] = []
+
+    def mark(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: waited.append(device))
+
+    def closed(*_: object) -> None:
+        raise ChannelError("the channel was closed")
+
+    monkeypatch.setattr(beside, "mark", mark)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setattr(beside, "in_pieces", lambda *_: None)
+    beside.copy_beside(on_gpu, on_gpu, closed)
+    monkeypatch.setattr(beside, "in_pieces", closed)
+    with pytest.raises(ChannelError, match="closed"):
+        beside.copy_beside(on_gpu, on_gpu, closed)
+    assert waited == [on_gpu.device] * 2
