@@ -37,11 +37,16 @@ from orchestrator.validation import Validator, explain
 
 DIGEST_S = 60.0
 """What a digest may take."""
+STAGE_S = 60.0
+"""What the trainer may take to stage a version."""
+NAIVE_S = 120.0
+"""What a swap the naive way may take, its sleep included."""
 
 
 def say(line: str) -> None:
     """Tell the user, beside the result."""
-    print(f"{Path(sys.argv[0]).stem}: {line}", file=sys.stderr, flush=True)
+    now = time.strftime("%H:%M:%S", time.gmtime())
+    print(f"{now} {Path(sys.argv[0]).stem}: {line}", file=sys.stderr, flush=True)
 
 
 class Bench:
@@ -113,7 +118,8 @@ class Bench:
             staged=self._swap.staged,
         )
         began = time.perf_counter()
-        sent = dict(await self.trainer.stage(version))
+        async with deadline("stage", STAGE_S, lambda: "the trainer"):
+            sent = dict(await self.trainer.stage(version))
         return update, sent, time.perf_counter() - began
 
     async def ours(self, method: Method | None = None) -> None:
@@ -132,8 +138,9 @@ class Bench:
         """One swap the naive way; digests are checked after it: nothing moved is not fast."""
         update, sent, stage_s = await self.update()
         with operation(sync_id=update.sync_id, version=update.version):
-            done = await naive.naive_swap(self.fleet, self.trainer, update, sleep_s)
-            checked = await self._validator.digest(update, sent, self.nbytes)
+            async with deadline("naive swap", NAIVE_S, self.fleet.waiting_for):
+                done = await naive.naive_swap(self.fleet, self.trainer, update, sleep_s)
+                checked = await self._validator.digest(update, sent, self.nbytes)
         if checked.verdict is not Verdict.MATCH:
             raise ValidationFailed(explain(checked))
         self.digests_matched += 1
@@ -209,6 +216,7 @@ async def real_parts(
         heard.append(bench)
         try:
             await bench.up()
+            say("everything is up")
             yield bench
         finally:
             await asyncio.gather(
