@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from actors.transfer.base import NamedTensors, make_sender
+from orchestrator.errors import ConfigError
 from orchestrator.protocols import Digests
 from orchestrator.types import (
     ChannelSpec,
@@ -43,7 +44,12 @@ class LocalSender:
     async def listen(
         self, backend: TransferBackend, world_size: int, timeout_s: float
     ) -> ChannelSpec:
-        """See the protocol."""
+        """See the protocol. ConfigError for another backend than this sender was made for."""
+        if backend is not self._backend:
+            raise ConfigError(
+                f"swaps are asked for over {backend.value}, and this sender was made for "
+                f"{self._backend.value}: give SwapOptions and LocalSender the same backend"
+            )
         return await asyncio.to_thread(self._sender.listen, world_size, timeout_s, self._host)
 
     async def open_channel(self, spec: ChannelSpec) -> None:

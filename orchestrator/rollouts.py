@@ -94,7 +94,7 @@ class RolloutSource:
         self._on_consumed = on_consumed
         self._slots = asyncio.Semaphore(options.max_in_flight)
         start = start or SourceState(0)
-        _same_requests(start, options)
+        same_requests(start, options)
         self._next = start.next_group
         self._again = deque(start.unfinished)
         self._groups: dict[str, _Group] = {}
@@ -237,6 +237,17 @@ class RolloutSource:
             self._on_consumed(rollout, False)
         return None
 
+    def judge_again(self, rollout: Rollout) -> Rollout | None:
+        """One that was taken, with its staleness now; None, and told as refused, if that is too
+        much: a swap may have been published since its group was taken.
+        """
+        try:
+            return consume(rollout, self._version(), self._options.max_staleness)
+        except StaleRollout:
+            self.discarded += 1
+            self._on_consumed(rollout, False)
+            return None
+
     def _give_room(self) -> None:
         self._room += 1
         if self._room > 0:
@@ -262,7 +273,7 @@ class RolloutSource:
             self._changed.notify_all()
 
 
-def _same_requests(start: SourceState, options: GenerationOptions) -> None:
+def same_requests(start: SourceState, options: GenerationOptions) -> None:
     """ConfigError where a group made again would not be the group it was."""
     for name in ("group_size", "seed"):
         was, now = getattr(start, name), getattr(options, name)

@@ -30,10 +30,12 @@ def config_of(run_dir: Path) -> Path:
 def checkpoint_of(run_dir: Path, settings: Settings) -> tuple[RunCheckpoint, tuple[str, ...]]:
     """The checkpoint to go on from, and why newer ones were passed over.
 
-    ConfigError for a run that has none, and where ``settings`` leave nothing to do: a run that
-    completed goes on if more steps are asked for than it made.
+    ConfigError for a run that has none, where ``settings`` leave nothing to do (a run that
+    completed goes on if more steps are asked for than it made), and where they would make other
+    requests than it made.
     """
     from orchestrator.checkpoint import Checkpoints
+    from orchestrator.rollouts import same_requests
 
     other = settings.output_dir
     if other is not None and other.expanduser().resolve() != run_dir.expanduser().resolve():
@@ -55,6 +57,7 @@ def checkpoint_of(run_dir: Path, settings: Settings) -> tuple[RunCheckpoint, tup
             f"--resume {run_dir}: step {checkpoint.step} is done and {settings.steps} steps are "
             f"asked for in all: give --steps {checkpoint.step + 1} or more"
         )
+    same_requests(checkpoint.source, settings.generation_options())
     return checkpoint, checkpoints.skipped
 
 

@@ -29,7 +29,7 @@ from orchestrator.errors import (
     ConfigError,
     MidflightError,
 )
-from orchestrator.events import Event, Observer, RunEnded
+from orchestrator.events import Event, Observer, RunEnded, RunResumed
 from orchestrator.injection import STAGING
 from orchestrator.injector import Injector
 from orchestrator.protocols import Engine, EngineFactory, EngineMaker, TrainerMaker, WeightSender
@@ -206,7 +206,8 @@ def execute(
         run_dir = make_run_dir(settings, run_id)
     else:
         run_id, run_dir = checkpoint.run_id, resume
-    write_config(settings, prepared, run_dir)
+    if checkpoint is None:
+        write_config(settings, prepared, run_dir)
     watchdog = Watchdog()
     with asyncio.Runner() as runner:
         job = run(
@@ -244,9 +245,12 @@ async def run(
     """
     ended: list[RunEnded] = []
 
-    def note_end(event: Event) -> None:
+    def note(event: Event) -> None:
         if isinstance(event, RunEnded):
             ended.append(event)
+        elif isinstance(event, RunResumed):
+            # Not before: settings that cannot be run must not take the place of those that can.
+            write_config(settings, prepared, run_dir)
 
     injector = Injector(settings.inject, lambda event: telemetry.emit(event))
     telemetry = Telemetry(
@@ -257,7 +261,7 @@ async def run(
         quiet=settings.quiet,
         verbose=settings.verbose,
         stdout=stdout,
-        observers=(*observers, injector, note_end),
+        observers=(*observers, injector, note),
         resume=resume,
     )
     with operation(run_id=run_id):

@@ -471,7 +471,8 @@ class Orchestrator:
         """Finished rollouts as they come, group by group, each with its staleness.
 
         Waits while there is none; ends when the orchestrator is closed. A group counts as
-        consumed when its first rollout is handed out: take all of it.
+        consumed when its first rollout is handed out: take all of it. After a sync in the middle
+        of a group, what is left of it is staler by a version, and left out beyond ``max_staleness``.
         """
         while True:
             try:
@@ -479,4 +480,5 @@ class Orchestrator:
             except Closed:
                 return
             for rollout in group:
-                yield rollout
+                if (fresh := self._source.judge_again(rollout)) is not None:
+                    yield fresh

@@ -43,8 +43,9 @@ class RunRecorder:
     event ``RunEnded`` does so too, and a later :meth:`finish` corrects it (a run may still fail
     while it is taken down).
 
-    :meth:`state` goes into a checkpoint, and a recorder that is given one goes on from there:
-    ``rollouts.jsonl`` loses the lines that came after it, and the summary is of the whole run.
+    :meth:`state` goes into a checkpoint, and a recorder that is given one goes on from there: with
+    the event ``RunResumed`` ``rollouts.jsonl`` loses the lines that came after it, and the summary
+    is of the whole run. A run that does not come so far leaves both files as they are.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class RunRecorder:
         self._version: int | None = None
         self._ended = False
         self._resumed_at: list[int] = []
+        self._resumes: schema.SoFar | None = before
+        """Where to go on, until the run has resumed there."""
         if resume is not None and before is not None:
             self._go_on(resume, before)
 
@@ -104,9 +107,8 @@ class RunRecorder:
         self._swaps = {swap.sync_id: swap for swap in before.swaps}
         self._seconds.update(before.state_seconds)
         self._version = int(resume.version)
-        self.summary_path.unlink(missing_ok=True)  # of the part that ended
-        with self._lines.path.open(encoding="ascii") as file:
-            for line in file:
+        with self._lines.path.open("rb") as file:
+            for line in file.read(before.rollouts_bytes).splitlines():
                 try:
                     record = schema.RolloutRecord.model_validate_json(line)
                 except ValidationError:
@@ -120,10 +122,18 @@ class RunRecorder:
             for rollout in group:
                 self._on_finished(rollout)
 
+    def _has_resumed(self) -> None:
+        before, self._resumes = self._resumes, None
+        if before is not None:
+            cut(self._lines.path, before.rollouts_bytes)
+            self.summary_path.unlink(missing_ok=True)  # of the part that ended
+
     def __call__(self, event: ev.Event) -> None:
         match event:
             case ev.StateChanged():
                 self._seconds[event.source] += event.seconds
+            case ev.RunResumed():
+                self._has_resumed()
             case ev.EngineStarted(info=info):
                 self.hardware = self.hardware or info.hardware
                 self.packages = {**info.packages, **self.packages}
@@ -256,6 +266,9 @@ class RunRecorder:
     def finish(self, outcome: Outcome, error: BaseException | None = None) -> schema.Summary:
         """Write what is left and the summary (OSError if the disk refuses it)."""
         self._ended = True
+        if self._resumes is not None:
+            self.summary = self._summarize(outcome, error)
+            return self.summary
         for rollout, consumed in list(self._open.values()):
             self._write(rollout, "consumed" if consumed else "unused")
         self.summary = self._summarize(outcome, error)
@@ -313,7 +326,7 @@ class RunRecorder:
 
 
 def _so_far(resume: RunCheckpoint, lines: Path) -> schema.SoFar:
-    """What the checkpoint kept of the summary; ``lines`` is cut to what it knew."""
+    """What the checkpoint kept of the summary; ConfigError if ``lines`` has less than it knew."""
     try:
         before = schema.SoFar.model_validate(resume.attached)
     except ValidationError:
@@ -327,5 +340,4 @@ def _so_far(resume: RunCheckpoint, lines: Path) -> schema.SoFar:
             f"{lines} has {found} bytes, {before.rollouts_bytes} were written before the "
             "checkpoint: put the file back, or start a new run"
         )
-    cut(lines, before.rollouts_bytes)
     return before

@@ -278,6 +278,42 @@ def test_a_run_and_its_end_from_the_command_line(
     assert assembly.closed == closed
 
 
+@pytest.mark.parametrize(
+    ("more", "message", "code"),
+    [
+        (["--seed", "4"], "seed was 0 when the checkpoint was written and is 4 now", 2),
+        (["--group-size", "2"], "group_size was 4 when the checkpoint was written and is 2", 2),
+        ([], "load_state", 1),
+    ],
+    ids=["seed", "group-size", "the-trainer-refuses"],
+)
+def test_a_resume_that_is_refused_changes_nothing(
+    more: list[str],
+    message: str,
+    code: int,
+    assembly: FakeAssembly,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nor does it spoil the next one, which is asked for what can be done."""
+    folder = tmp_path / "run"
+    begun = [*SMALL, "--steps", "2", "--checkpoint-every", "1", "--output-dir", str(folder)]
+    assert cli.main(begun) == 0
+    assembly.world, files = FakeWorld(), ("config.yaml", "summary.json", "rollouts.jsonl")
+    before = {name: (folder / name).read_bytes() for name in files}
+    if not more:
+        assembly.world.faults.fail("trainer", "load_state", call=1)
+    closed = assembly.closed
+    capsys.readouterr()
+    assert cli.main(["--resume", str(folder), "--steps", "3", *more]) == code
+    assert message in capsys.readouterr().err
+    assert (assembly.closed == closed) == (code == 2), "nothing was started for a mistake"
+    assert {name: (folder / name).read_bytes() for name in files} == before
+    assembly.world = FakeWorld()
+    assert cli.main(["--resume", str(folder), "--steps", "3"]) == 0
+    assert_whole(folder, 3)
+
+
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_a_run_that_completed_is_made_longer(
     assembly: FakeAssembly, tmp_path: Path, every: int

@@ -266,6 +266,28 @@ async def test_a_fresh_check_without_a_trainer_that_saves_is_refused_at_once(
 # Embedding: rollouts() and sync()
 
 
+@pytest.mark.parametrize("limit", [None, 0])
+async def test_a_sync_in_the_middle_of_a_group_makes_the_rest_of_it_staler(
+    world: FakeWorld, limit: int | None
+) -> None:
+    options = replace(GENERATION, group_size=4, max_staleness=limit)
+    rig = make_rig(world, validation=DIGEST, generation=options)
+    lag: list[tuple[int, int | None]] = []
+    async with rig.orchestrator as o:
+        async for rollout in o.rollouts():
+            lag.append((o.version - rollout.min_version, rollout.staleness))
+            if len(lag) % 3 == 0:
+                await o.sync()
+            if len(lag) == 24:
+                break
+    assert all(true == told for true, told in lag)
+    told = [count for _, count in lag]
+    assert max(told) > 0 if limit is None else set(told) == {0}
+    refused = [e for e in rig.of(RolloutConsumed) if not e.accepted]
+    assert rig.orchestrator._source.discarded == len(refused)
+    assert bool(refused) == (limit == 0)
+
+
 async def test_rollouts_come_with_their_staleness_and_end_on_close(world: FakeWorld) -> None:
     rig = make_rig(world, validation=DIGEST)
     got: list[Rollout] = []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from actors.local import LocalSender
 from actors.transfer.base import NamedTensors, make_sender
 from actors.transfer.digest import digest
-from orchestrator.errors import ChannelError, TransferError
+from orchestrator.errors import ChannelError, ConfigError, TransferError
 from orchestrator.types import TransferBackend
 
 
@@ -123,3 +124,10 @@ def test_a_released_snapshot_is_gone_and_the_next_one_is_whole() -> None:
     with pytest.raises(TransferError, match="nothing is staged"):
         list(sender.staged())
     assert sender.stage() == before
+
+
+async def test_a_local_sender_refuses_another_backend_than_it_was_made_for() -> None:
+    """Over gloo the report would say nccl."""
+    sender = LocalSender(lambda: [("w", torch.zeros(3))])
+    with pytest.raises(ConfigError, match=r"over nccl, and this sender was made for gloo"):
+        await sender.listen(TransferBackend.NCCL, 2, 1.0)
