@@ -472,7 +472,7 @@ class Orchestrator:
 
         Waits while there is none; ends when the orchestrator is closed. A group counts as
         consumed when its first rollout is handed out: take all of it. After a sync in the middle
-        of a group, what is left of it is staler by a version, and left out beyond ``max_staleness``.
+        of a group, the rest of it is staler by a version, and left out beyond ``max_staleness``.
         """
         while True:
             try:
