@@ -66,7 +66,7 @@ async def main(steps: int, logs: Path) -> None:
                 report = await o.sync()
                 print(f"version {o.version}: reward {reward:.3f}, staleness at most {stale},")
                 print(f"  stall {report.stall_s.p50} s, digest {report.checks[0].verdict}")
-                if o.version == steps:
+                if o.version >= steps:
                     break
 
 

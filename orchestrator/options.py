@@ -1,14 +1,38 @@
 """How an :class:`~orchestrator.scheduler.Orchestrator` behaves. Standard library only.
 
 ``orchestrator.config`` makes these from flags, environment and YAML; an embedding trainer
-makes them directly.
+makes them directly: one that cannot be is a ConfigError at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
+from orchestrator.errors import ConfigError
 from orchestrator.types import KVPolicy, PauseMode, PhaseTimeouts, Strategy, TransferBackend
+
+
+def _one_of(options: object, **kinds: type[Enum]) -> None:
+    """Make members of these fields' values, which may be given by their value."""
+    for name, kind in kinds.items():
+        value = getattr(options, name)
+        try:
+            object.__setattr__(options, name, kind(value))
+        except ValueError:
+            choices = ", ".join(str(member.value) for member in kind)
+            raise ConfigError(
+                f"{type(options).__name__}: {name} is {value!r}: it must be one of {choices}"
+            ) from None
+
+
+def _at_least(options: object, least: float, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if not isinstance(value, int | float) or not value >= least:
+            raise ConfigError(
+                f"{type(options).__name__}: {name} is {value!r}: it must be {least} or more"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +51,17 @@ class SwapOptions:
     """A scheduled swap waits until a live request has this many tokens (0: do not wait)."""
     timeouts: PhaseTimeouts = field(default_factory=PhaseTimeouts)
 
+    def __post_init__(self) -> None:
+        _one_of(
+            self,
+            backend=TransferBackend,
+            pause_mode=PauseMode,
+            kv_policy=KVPolicy,
+            strategy=Strategy,
+        )
+        _at_least(self, 1, "max_unavailable")
+        _at_least(self, 0, "pause_after_tokens")
+
 
 @dataclass(frozen=True, slots=True)
 class RecoveryOptions:
@@ -40,6 +75,10 @@ class RecoveryOptions:
     backoff_max_s: float = 30.0
     min_engines: int = 1
     """With fewer replicas that serve, or may again, the run is given up."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "attempts", "backoff_s", "backoff_max_s")
+        _at_least(self, 1, "min_engines")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +102,13 @@ class GenerationOptions:
     """New tokens a probe writes beyond ``pause_after_tokens``."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_tokens", "group_size", "prompts_per_step", "max_in_flight")
+        _at_least(self, self.group_size, "buffer_size")
+        _at_least(self, 0, "temperature", "probe_tokens")
+        if self.max_staleness is not None:
+            _at_least(self, 0, "max_staleness")
+
 
 @dataclass(frozen=True, slots=True)
 class ValidationOptions:
@@ -80,3 +126,11 @@ class ValidationOptions:
     canary_control_factor: float = 0.0
     """Times the control's difference that is allowed too, where the control is within twice the
     tolerance; 0: the tolerance is the limit, of the control too."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "fresh_every", "min_pass_rate", "canary_tolerance")
+        _at_least(self, 0, "canary_control_factor")
+        if self.min_pass_rate > 1:
+            raise ConfigError(
+                f"ValidationOptions: min_pass_rate is {self.min_pass_rate!r}: it must be 1 at most"
+            )

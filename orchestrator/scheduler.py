@@ -140,6 +140,10 @@ class Orchestrator:
 
         ``resume``: the run starts where that checkpoint was, under its run id.
         """
+        _check_prompts("prompts", prompts)
+        _check_prompts("probes", probes)
+        if not prompts:
+            raise ConfigError("no prompts: rollouts need at least one")
         self.run_id = run_id or (resume.run_id if resume else uuid.uuid4().hex[:12])
         self._trainer = trainer
         self._swap = swap or SwapOptions()
@@ -158,7 +162,7 @@ class Orchestrator:
         if self._options.fresh and not isinstance(trainer, Trainer):
             raise ConfigError(
                 f"the fresh check needs a trainer that saves checkpoints; {type(trainer).__name__} "
-                "only sends weights: leave it out with validate digest"
+                "only sends weights: leave it out with ValidationOptions(fresh=False)"
             )
         first = self._swap
         if first.strategy is Strategy.ROLLING and not (
@@ -482,3 +486,13 @@ class Orchestrator:
             for rollout in group:
                 if (fresh := self._source.judge_again(rollout)) is not None:
                     yield fresh
+
+
+def _check_prompts(name: str, prompts: Sequence[Prompt]) -> None:
+    for number, prompt in enumerate(prompts):
+        ids = getattr(prompt, "token_ids", None)
+        if not isinstance(ids, tuple) or not ids or not all(isinstance(i, int) for i in ids):
+            raise ConfigError(
+                f"{name}[{number}] is {prompt!r:.200}: it must be a Prompt with a tuple of token "
+                "ids, of one at least"
+            )

@@ -155,11 +155,11 @@ class Validator:
         if options.canary and (scorer is None or not self._canary):
             raise ConfigError(
                 "the canary check needs a trainer that scores (reference_logprobs) and a prompt "
-                "of two tokens or more; leave it out with validate digest,fresh"
+                "of two tokens or more; leave it out with ValidationOptions(canary=False)"
             )
         if options.fresh and factory is None:
             raise ConfigError(
-                "the fresh check needs an engine factory; leave it out with validate digest,canary"
+                "the fresh check needs an engine factory; leave it out with ValidationOptions(fresh=False)"
             )
 
     async def control(self) -> None:

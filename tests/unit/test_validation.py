@@ -277,7 +277,7 @@ async def test_a_canary_that_compared_no_number_is_no_match() -> None:
 def test_a_canary_without_a_scorer_or_prompt_is_refused_with_a_hint() -> None:
     world = FakeWorld()
     fleet = Fleet([FakeEngine("engine-0", world)])
-    with pytest.raises(ConfigError, match="validate digest,fresh"):
+    with pytest.raises(ConfigError, match=r"ValidationOptions\(canary=False"):
         Validator(CANARY, fleet, canary_prompts=PROMPTS)
     with pytest.raises(ConfigError, match="two tokens or more"):
         Validator(CANARY, fleet, scorer=FakeTrainer(world), canary_prompts=[Prompt((1,))])
@@ -390,5 +390,5 @@ async def test_a_fresh_engine_that_fails_is_released(method: str) -> None:
 
 
 def test_the_fresh_check_without_a_factory_is_refused_with_a_hint() -> None:
-    with pytest.raises(ConfigError, match="validate digest,canary"):
+    with pytest.raises(ConfigError, match=r"ValidationOptions\(fresh=False"):
         Validator(FRESH, Fleet([FakeEngine("engine-0", FakeWorld())]))
