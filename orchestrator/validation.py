@@ -159,7 +159,8 @@ class Validator:
             )
         if options.fresh and factory is None:
             raise ConfigError(
-                "the fresh check needs an engine factory; leave it out with ValidationOptions(fresh=False)"
+                "the fresh check needs an engine factory; leave it out with "
+                "ValidationOptions(fresh=False)"
             )
 
     async def control(self) -> None:
