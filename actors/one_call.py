@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from orchestrator.errors import MidflightError, PhaseTimeout, SyncError
+from orchestrator.errors import MidflightError, PhaseTimeout, SyncError, words
 from orchestrator.tasks import settle, uninterrupted
 from orchestrator.types import PhaseTimeouts, State, Swapped, WeightUpdate
 
@@ -134,7 +134,7 @@ def _failure(core: Core, state: State, error: Exception, timeouts: PhaseTimeouts
         before = timeouts.pausing if state is State.SYNCING else 0.0
         seconds = before + timeouts.of(state)
         return SyncError(state.value, str(PhaseTimeout(state.value, seconds, _named(core))))
-    return SyncError(state.value, str(error) or type(error).__name__)
+    return SyncError(state.value, words(error))
 
 
 def _named(core: Core) -> str:

@@ -48,7 +48,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from orchestrator.context import current_op, operation
-from orchestrator.errors import EngineError, PhaseTimeout, SyncError, ValidationFailed
+from orchestrator.errors import EngineError, PhaseTimeout, SyncError, ValidationFailed, words
 from orchestrator.fleet import Fleet
 from orchestrator.machine import PHASES, TERMINAL, Guard, SwapMachine, Trigger
 from orchestrator.options import SwapOptions
@@ -157,7 +157,7 @@ class SwapCycle:
         except Exception as error:
             if isinstance(error, PhaseTimeout):
                 self._fleet.lose_waiting(error.seconds)
-            raise SyncError(STAGING, str(error), self._fleet.fenced) from error
+            raise SyncError(STAGING, words(error), self._fleet.fenced) from error
         return _now() - began
 
     async def run(
@@ -194,7 +194,7 @@ class SwapCycle:
             phase = next(m.target for m in reversed(self._machine.history) if m.target in PHASES)
             await uninterrupted(self._give_up(update, phase, error))
             if isinstance(error, Exception) and not isinstance(error, ValidationFailed):
-                reason = error.reason if isinstance(error, SyncError) else str(error)
+                reason = error.reason if isinstance(error, SyncError) else words(error)
                 failed = SyncError(phase.value, reason, self._fleet.fenced)
                 if self._fleet.version == update.version:
                     failed.report = self._report(update, progress)

@@ -52,6 +52,14 @@ def _rebuild(
     return error
 
 
+def words(error: BaseException) -> str:
+    """What ``error`` says; one that is not ours says little without its kind."""
+    if isinstance(error, MidflightError):
+        return str(error)
+    kind = type(error).__name__
+    return f"{kind}: {error}" if str(error) else kind
+
+
 class ConfigError(MidflightError, ValueError):
     """A setting, a file or the hardware does not allow what was asked for."""
 

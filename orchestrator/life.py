@@ -1,7 +1,8 @@
 """The life of a run: the task that hosts it, its tasks in the background, and its one end.
 
 A task in the background that fails ends the run: the host is cancelled, and what failed is raised
-where the run is left. Nothing idles on after a task died.
+where the run is left. A host that waits in ``sync`` gets it raised there; if it goes on all the
+same, its next wait is cancelled. Nothing idles on after a task died.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Life:
         self._cancels = 0
         self._interrupted = False
         self._left = False
+        self._told = False
         self._releasing: asyncio.Task[None] | None = None
         self.closing = False
         """Everything is being released."""
@@ -69,6 +71,31 @@ class Life:
         if self._fatal is None and not self.closing:
             self._fatal = error
             self._cancel_host()
+
+    @property
+    def fatal(self) -> BaseException | None:
+        """What ended the run, if something failed."""
+        return self._fatal
+
+    def tell(self) -> BaseException | None:
+        """What the current task was cancelled for, if it is the host of a run that failed.
+
+        Once: the next wait of the host is cancelled again, so that it cannot go on for ever.
+        """
+        mine = asyncio.current_task() is self._host
+        if self._fatal is None or self._told or self._left or not mine:
+            return None
+        self._told = True
+        self._cancel_host()
+        return self._fatal
+
+    async def heed(self) -> None:
+        """Let a cancel of the host come through when the run is over.
+
+        Without a wait a loop that tries again and again would block everybody.
+        """
+        if self.over:
+            await asyncio.sleep(0)
 
     def interrupt(self) -> None:
         """End the run now, without an error. Idempotent."""

@@ -31,6 +31,7 @@ from orchestrator.errors import (
     Closed,
     ConfigError,
     EngineDied,
+    IllegalTransition,
     TrainerDied,
 )
 from orchestrator.events import (
@@ -113,7 +114,7 @@ class Orchestrator:
     ``trainer`` needs to be a :class:`WeightSender` for :meth:`sync` and a :class:`Trainer`
     for :meth:`run`. Entering starts everything and proves the channel; leaving releases
     everything. When a background task fails the body is cancelled and the ``async with``
-    raises what failed.
+    raises what failed; a body that waits in :meth:`sync` gets it raised there first.
     """
 
     def __init__(
@@ -424,6 +425,7 @@ class Orchestrator:
                 f"run() needs a trainer that trains; {type(trainer).__name__} only sends weights: "
                 "own the loop and call sync()"
             )
+        await self._refuse_outside("run")
         last = self._step - self._resumed_steps + steps
         self._resumed_steps = 0
         first, self._step = self._step + 1, max(self._step, last)
@@ -465,20 +467,31 @@ class Orchestrator:
         call that applies them runs, the swap is finished first, since they would serve nobody;
         checks of a committed one are dropped.
         Raises SyncError or ValidationFailed, what staging failed with (no engine was touched
-        then), or Closed.
+        then), or Closed. When the run fails meanwhile, what it failed with: the ``async with``
+        raises that too, and a body that goes on is cancelled at its next wait, be it in a
+        ``finally``. A call that a task of its own makes may be cancelled with the body instead.
         """
         with operation(run_id=self.run_id):
             fresh = self._options.fresh
-            return await self._publisher.publish(None, fresh=fresh, wait=wait, version=version)
+            try:
+                await self._life.heed()
+                return await self._publisher.publish(None, fresh=fresh, wait=wait, version=version)
+            except asyncio.CancelledError:
+                if (fatal := self._life.tell()) is None:
+                    raise
+                raise fatal from fatal.__cause__
 
     async def rollouts(self) -> AsyncIterator[Rollout]:
         """Finished rollouts as they come, group by group, each with its staleness.
 
-        Waits while there is none; ends when the orchestrator is closed. A group counts as
-        consumed when its first rollout is handed out: take all of it. After a sync in the middle
-        of a group, the rest of it is staler by a version, and left out beyond ``max_staleness``.
+        Waits while there is none; ends when the orchestrator is closed, and raises Closed if it
+        was before. A group counts as consumed when its first rollout is handed out: take all of it.
+        After a sync in the middle of a group, the rest of it is staler by a version, and left out
+        beyond ``max_staleness``.
         """
+        await self._refuse_outside("hand out rollouts")
         while True:
+            await self._life.heed()
             try:
                 group = await self._source.take(1)
             except Closed:
@@ -486,6 +499,14 @@ class Orchestrator:
             for rollout in group:
                 if (fresh := self._source.judge_again(rollout)) is not None:
                     yield fresh
+
+    async def _refuse_outside(self, what: str) -> None:
+        """Refuse ``what`` before everything is up and after the end."""
+        await self._life.heed()
+        if self._life.over:
+            raise Closed(f"cannot {what} any more: the orchestrator is closed or about to be")
+        if self._machine.state is State.STARTING:
+            raise IllegalTransition(State.STARTING, what, "enter the orchestrator first")
 
 
 def _check_prompts(name: str, prompts: Sequence[Prompt]) -> None:

@@ -358,10 +358,17 @@ async def test_a_sync_of_another_task_fits_between_the_swaps_of_a_run(
     rig.assert_invariants()
 
 
-async def test_a_sync_before_entering_is_refused_and_touches_nothing(world: FakeWorld) -> None:
+async def test_what_is_asked_before_entering_is_refused_at_once(
+    world: FakeWorld,
+) -> None:
     rig = make_rig(world, validation=DIGEST)
     with pytest.raises(IllegalTransition, match="cannot pause while STARTING: enter"):
         await rig.orchestrator.sync()
+    with pytest.raises(IllegalTransition, match="cannot run while STARTING: enter"):
+        await rig.orchestrator.run(1)
+    with pytest.raises(IllegalTransition, match="cannot hand out rollouts while STARTING: enter"):
+        await anext(rig.orchestrator.rollouts())
+    assert now() == 0
     assert world.log == []
     assert rig.events == []
 

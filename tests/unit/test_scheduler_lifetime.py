@@ -117,11 +117,17 @@ async def test_closing_is_idempotent_and_leaving_still_says_how_it_ended(
     rig = make_rig(world, validation=DIGEST)
     async with rig.orchestrator as o:
         await asyncio.sleep(1)
+        rollouts = o.rollouts()
+        got = [(await anext(rollouts)).request.group]
         await o.aclose()
         await o.aclose()
         with pytest.raises(Closed):
             await o.sync()
-        left = [r.request.group async for r in o.rollouts()]
+        with pytest.raises(Closed):
+            await o.run(1)
+        with pytest.raises(Closed):
+            await anext(o.rollouts())
+        left = got + [r.request.group async for r in rollouts]
         assert all(left.count(group) == GENERATION.group_size for group in left)
     await rig.orchestrator.aclose()
     assert rig.ended.outcome is Outcome.COMPLETED
