@@ -20,8 +20,9 @@ What a failure leaves behind:
 Requests of a fenced replica are continued on a serving one, or end with what they have.
 
 GENERATING  nothing was paused; the channel is closed, and opened again by the next swap.
-PAUSING     zero bytes were applied: every replica that answers resumes at the old version. A sender
-            that began to send in the one call is called off like that too.
+PAUSING     zero bytes were applied: every replica that answers resumes at the old version; one that
+            was late has ``LATE_S`` for it. A sender that began to send in the one call is called
+            off like that too.
 SYNCING     replicas that were told to start an update are fenced, never resumed.
 RESUMING    the version is committed; a replica that did not resume is fenced, with recovery every
             one that is not proved to hold it.
@@ -75,6 +76,9 @@ FreshCheck = Callable[[], Awaitable[CheckResult]]
 
 EVICT_S = 10.0
 """Seconds in which a fenced replica that lives ends its requests."""
+
+LATE_S = 10.0
+"""Seconds to resume for a replica that has just outlived a deadline; who is only slow makes it."""
 
 STAGING = "STAGING"
 """What an error calls the time in which bytes come before the pause; the state is GENERATING."""
@@ -448,7 +452,9 @@ class SwapCycle:
     async def _give_up(self, update: WeightUpdate, phase: State, error: BaseException) -> None:
         """Leave every replica as the module says. Bounded by the budget of RESUMING.
 
-        A cancel may mean that everything stops, so then it fits into the time for stopping.
+        Who was late to pause is not lost for it: a long step may do that. It is told to go on,
+        within ``LATE_S``. A cancel may mean that everything stops, so then all fits into the time
+        for stopping.
         """
         seconds = self._options.timeouts.resuming
         cancelled = isinstance(error, asyncio.CancelledError)
@@ -467,7 +473,8 @@ class SwapCycle:
             if (phase is State.VALIDATING or (committed and fleet.heals)) and not cancelled:
                 self._distrust(update, error)
             fleet.fence_dirty()
-            await fleet.resume_clean(seconds)
+            late = fleet.late if isinstance(error, PhaseTimeout) else []
+            await fleet.resume_clean(seconds, late, min(seconds, LATE_S))
             await fleet.evict_fenced(min(seconds, EVICT_S))
         done = bool(fleet.serving) if fleet.heals else not fleet.fenced
         if done and self._machine.state is State.RECOVERING:

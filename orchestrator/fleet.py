@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -431,27 +431,36 @@ class Fleet(Router):
 
     # After a failure
 
-    def lose_waiting(self, seconds: float) -> None:
-        """Whoever the fan-out that ran out of time still waits for hangs: it is lost.
+    @property
+    def late(self) -> list[Replica]:
+        """Whoever the fan-out that ran out of time still waits for.
 
-        Not in a transfer, where everybody waits for everybody.
+        Nobody in a transfer, where everybody waits for everybody.
         """
         late = list(self._waiting.values())
-        if self.heals and None not in late:
-            for replica in late:
-                assert replica is not None
+        return [] if None in late else [r for r in late if r is not None]
+
+    def lose_waiting(self, seconds: float) -> None:
+        """Whoever is late hangs: it is lost."""
+        if self.heals:
+            for replica in self.late:
                 self.lose(replica, f"it did not answer within {seconds:g} s")
 
     def fence_all(self) -> None:
         """No replica takes a request from now on."""
         self.fence(self._replicas)
 
-    async def resume_clean(self, seconds: float) -> None:
-        """Resume every serving paused replica; one that does not within ``seconds`` is fenced."""
+    async def resume_clean(
+        self, seconds: float, late: Collection[Replica] = (), late_seconds: float = 0.0
+    ) -> None:
+        """Resume every serving paused replica; one that does not in time is fenced.
+
+        ``seconds`` each, ``late_seconds`` for those that are ``late``.
+        """
 
         async def resume(replica: Replica) -> None:
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(late_seconds if replica in late else seconds):
                     await replica.engine.resume()
                 replica.paused = False
             except Exception as error:

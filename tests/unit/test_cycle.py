@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cycle import stall_stats
+from orchestrator.cycle import LATE_S, stall_stats
 from orchestrator.errors import (
     ChannelError,
     EngineDied,
@@ -369,6 +369,59 @@ async def test_an_engine_that_hangs_twice_is_fenced_after_twice_the_time(parts: 
         await parts.swap()
     assert now() - began <= 2 * parts.options.timeouts.resuming + 1
     parts.assert_resumed_or_fenced()
+
+
+PATIENT = replace(SWAP, timeouts=replace(SWAP.timeouts, resuming=60))
+
+
+@pytest.mark.parametrize("heals", [False, True])
+async def test_who_hangs_in_the_pause_and_after_it_is_not_waited_for_as_long_as_a_resume_may_take(
+    world: FakeWorld, heals: bool
+) -> None:
+    parts = Parts(world, options=PATIENT)
+    await parts.start()
+    parts.fleet.heals = heals
+    world.faults.block("engine-1", "pause")
+    world.faults.block("engine-1", "resume", call=None)
+    began = now()
+    with pytest.raises(SyncError, match=r"PAUSING took longer than 3 s.*fenced: engine-1"):
+        await parts.swap()
+    assert now() - began <= 3 + LATE_S + 1
+    resumed = {c.actor: c.ended for c in world.calls("resume") if c.ok}
+    at_once = pytest.approx(began + 3)
+    assert resumed == {"engine-0": at_once, "engine-2": at_once}
+    (lost,) = [r.lost for r in parts.fleet._replicas if r.name == "engine-1"]
+    assert (lost is not None) is heals
+    parts.assert_resumed_or_fenced()
+    await parts.close()
+
+
+@pytest.mark.parametrize("heals", [False, True])
+async def test_who_is_only_slow_to_pause_goes_on_at_the_old_version(
+    world: FakeWorld, heals: bool
+) -> None:
+    parts = Parts(world, options=PATIENT)
+    await parts.start()
+    parts.fleet.heals = heals
+    world.faults.block("engine-1", "pause")
+    world.faults.delay("engine-1", "resume", LATE_S - 1)
+    with pytest.raises(SyncError, match=r"PAUSING took longer than 3 s"):
+        await parts.swap()
+    assert (parts.fleet.fenced, parts.machine.state) == ((), State.GENERATING)
+    parts.assert_resumed_or_fenced()
+    assert (await parts.swap()).ok
+    await parts.close()
+
+
+async def test_who_was_not_late_has_all_the_time_to_resume(world: FakeWorld) -> None:
+    parts = Parts(world, options=PATIENT)
+    await parts.start()
+    world.faults.block("engine-1", "pause")
+    world.faults.delay("engine-2", "resume", LATE_S + 20)
+    with pytest.raises(SyncError):
+        await parts.swap()
+    assert parts.fleet.fenced == ()
+    await parts.close()
 
 
 async def test_a_receiver_that_hangs_and_does_not_close_is_given_up(parts: Parts) -> None:
