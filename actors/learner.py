@@ -10,6 +10,7 @@ it was sampled with, truncated from above (IMPALA's rho-bar, arXiv:1802.01561).
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.errors import TrainerError
+from orchestrator.errors import TrainerError, TrainingDiverged
 from orchestrator.types import Rollout, TrainStats
 
 Forward = Callable[..., Any]
@@ -60,6 +61,8 @@ class Learner:
         ``rewards`` are in the order of ``batch``. Rollouts without tokens (ended before their
         first one) count neither in the gradient nor in the mean reward. TrainerError when no
         rollout has a token or the gradient is not finite; the weights are unchanged then.
+        TrainingDiverged when the weights are not finite after the step, or too large for their
+        norm: they are of no use any more.
         """
         start = time.perf_counter()
         used = [i for i, rollout in enumerate(batch) if rollout.completion.token_ids]
@@ -83,6 +86,13 @@ class Learner:
                 f"({self._options.learning_rate:g})"
             )
         self._optimizer.step()
+        with torch.no_grad():
+            size = nn.utils.get_total_norm(self._parameters).item()
+        if not math.isfinite(size):
+            raise TrainingDiverged(
+                f"training diverged at step {step}: the norm of the weights ({size}) is not "
+                f"finite; lower the learning rate ({self._options.learning_rate:g})"
+            )
         return TrainStats(
             step=step,
             loss=loss,

@@ -17,6 +17,7 @@ from orchestrator.errors import (
     SyncError,
     TrainerDied,
     TrainerError,
+    TrainingDiverged,
     TransferError,
     ValidationFailed,
 )
@@ -206,6 +207,7 @@ __all__ = [
     "SyncError",
     "TrainerDied",
     "TrainerError",
+    "TrainingDiverged",
     "TransferError",
     "ValidationFailed",
 ]

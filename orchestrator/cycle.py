@@ -70,7 +70,7 @@ from orchestrator.types import (
     Verdict,
     WeightUpdate,
 )
-from orchestrator.validation import Validator, explain
+from orchestrator.validation import Validator, explain, failure
 
 FreshCheck = Callable[[], Awaitable[CheckResult]]
 
@@ -445,7 +445,7 @@ class SwapCycle:
     def _require(self, result: CheckResult, update: WeightUpdate, p: _Progress) -> None:
         p.checks = (*p.checks, result)
         if result.verdict is Verdict.MISMATCH:
-            error = ValidationFailed(explain(result))
+            error = failure(result, update.step)
             error.report = self._report(update, p)
             raise error
 

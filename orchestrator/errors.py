@@ -9,7 +9,8 @@
     ├── EngineError(RuntimeError)          a replica answered with an error
     │   └── EngineDied                     its process is gone
     ├── TrainerError(RuntimeError)         the trainer answered with an error
-    │   └── TrainerDied                    its process is gone
+    │   ├── TrainerDied                    its process is gone
+    │   └── TrainingDiverged               it trained to what is not finite; ValidationFailed too
     ├── TransferError(RuntimeError)        weights did not move
     │   └── ChannelError                   the channel cannot carry any
     ├── SyncError(RuntimeError)            a swap failed; says what each replica was left with
@@ -141,6 +142,10 @@ class ValidationFailed(MidflightError, RuntimeError):
 
     report: object | None = None
     """The swap's SyncReport as far as it came, with the failed check last."""
+
+
+class TrainingDiverged(TrainerError, ValidationFailed):
+    """What the trainer came to is not finite. No engine is to blame, and no further try helps."""
 
 
 class StaleRollout(MidflightError, ValueError):

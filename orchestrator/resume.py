@@ -16,14 +16,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.context import current_op
-from orchestrator.errors import ConfigError, ValidationFailed
+from orchestrator.errors import ConfigError
 from orchestrator.events import CheckpointWritten, RunResumed
 from orchestrator.options import SwapOptions
 from orchestrator.protocols import Digests, Resumable, WeightSender
 from orchestrator.rollouts import RolloutSource
 from orchestrator.tasks import deadline
 from orchestrator.types import PolicyVersion, State, Verdict, WeightUpdate
-from orchestrator.validation import explain
+from orchestrator.validation import failure
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint import Checkpoints, RunCheckpoint
@@ -159,6 +159,6 @@ async def sync_whole(
     async with deadline(State.VALIDATING, budget.validating, who):
         for check in (await validator.digest(update, sent, nbytes), await validator.canary()):
             if check.verdict is Verdict.MISMATCH:
-                raise ValidationFailed(explain(check))
+                raise failure(check, update.step)
     fleet.judged(fleet.members)  # answers under this version are handed over
     return sent

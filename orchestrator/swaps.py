@@ -18,6 +18,7 @@ from orchestrator.errors import (
     MidflightError,
     SyncError,
     TrainerDied,
+    TrainingDiverged,
     ValidationFailed,
 )
 from orchestrator.events import PrefetchStarted, SwapDone, SwapFailed
@@ -38,7 +39,7 @@ from orchestrator.types import (
     Verdict,
     WeightUpdate,
 )
-from orchestrator.validation import Validator, explain
+from orchestrator.validation import Validator, failure
 
 
 @dataclass(slots=True)
@@ -99,6 +100,9 @@ class Swaps:
                     report = await self._try(swap)
         except (SyncError, ValidationFailed) as error:
             self._recovery.settle_state()
+            if isinstance(error, TrainingDiverged):
+                self._recovery.abandon(error)
+                raise
             if self._may_help(error):
                 self._recovery.abandon(swap.first or error)
             if swap.first is None or error is swap.first or by_trainer(error):
@@ -119,10 +123,11 @@ class Swaps:
         return await self._tried(swap)
 
     def _may_help(self, error: BaseException) -> bool:
-        """A dead trainer has nothing to send; anything else is not about the swap."""
+        """A dead trainer has nothing to send, one that diverged nothing better; anything else is
+        not about the swap."""
         if not isinstance(error, SyncError | ValidationFailed) or not self._fleet.heals:
             return False
-        return not by_trainer(error)
+        return not (by_trainer(error) or isinstance(error, TrainingDiverged))
 
     async def _stage(self, swap: _Swap) -> None:
         waiting = "staging"
@@ -210,7 +215,7 @@ class Swaps:
         for result in checks:
             if result.verdict is Verdict.MISMATCH:
                 fleet.fence(fleet.serving, distrusted=update.version)
-                error = ValidationFailed(explain(result))
+                error = failure(result, update.step)
                 error.report = report
                 raise error
         return report

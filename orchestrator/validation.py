@@ -4,7 +4,8 @@ digest: the bytes each replica received equal the bytes that were sent, tensor b
 canary: log-probabilities of fixed prompts on each replica equal those of the trainer's own
     model within a tolerance. Control: the same comparison on the weights that the engines
     were started with, before any swap. It says how far the two implementations differ by
-    themselves; where that is too far, the canary can tell nothing: *inconclusive*.
+    themselves; where that is too far, the canary can tell nothing: *inconclusive*. Where the
+    trainer's own are not finite, training diverged.
 fresh: an engine started from the checkpoint of the sent weights continues each probe that the
     swap cut, from prompt + old tokens, and must write the same new tokens.
 """
@@ -16,7 +17,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.errors import ChannelError, ConfigError, EngineError, TransferError
+from orchestrator.errors import (
+    ChannelError,
+    ConfigError,
+    EngineError,
+    TrainingDiverged,
+    TransferError,
+    ValidationFailed,
+)
 from orchestrator.fleet import Fleet
 from orchestrator.options import ValidationOptions
 from orchestrator.protocols import Digests, Engine, EngineFactory, Scorer
@@ -37,6 +45,7 @@ Logprobs = Sequence[Sequence[float]]
 
 CONTROL_MAX = 2.0
 """Times the tolerance that the control may differ, where a swap's limit follows it."""
+DIVERGED = "a log-probability that the trainer computes with its own weights is not finite"
 FRESH_CLOSE_S = 15.0
 """Seconds for a fresh engine to close; nothing waits for it but the verdict."""
 
@@ -169,6 +178,7 @@ class Validator:
             self._control = await self._difference(initial=True)
 
     async def _difference(self, *, initial: bool = False) -> float:
+        """The largest of any engine; nan where the trainer's own are not finite."""
         assert self.scorer is not None
         scorer = self.scorer
 
@@ -182,6 +192,8 @@ class Validator:
         expected = [len(prompt) - 1 for prompt in self._canary]
         if [len(row) for row in scored["trainer"]] != expected:
             return float("inf")  # two sides that both say nothing would agree
+        if not all(math.isfinite(x) for row in scored["trainer"] for x in row):
+            return math.nan
         differences = [largest_difference(scored["trainer"], got) for got in written.values()]
         return max(differences, default=float("inf"))
 
@@ -233,7 +245,10 @@ class Validator:
         if self._control is not None and control_ok:
             # Rounding errors vary with the weights, and so does what a right engine differs by.
             tolerance = max(tolerance, factor * self._control)
-        if difference <= tolerance and control_ok:
+        diverged = math.isnan(difference) and not math.isnan(self._control or 0.0)
+        if diverged:
+            verdict = Verdict.MISMATCH
+        elif difference <= tolerance and control_ok:
             verdict = Verdict.MATCH
         else:
             verdict = Verdict.MISMATCH if control_ok else Verdict.INCONCLUSIVE
@@ -246,6 +261,7 @@ class Validator:
                 "tolerance": tolerance,
                 "control": Verdict.MATCH if control_ok else Verdict.MISMATCH,
                 "control_max_abs_diff": _finite(self._control),
+                **({"reason": DIVERGED} if diverged else {}),
             },
         )
 
@@ -319,6 +335,15 @@ def _shown(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else "more than can be compared"
 
 
+def failure(result: CheckResult, step: int) -> ValidationFailed:
+    """The error for a mismatch in the weights of ``step``."""
+    if result.check == "canary" and "reason" in result.detail:
+        return TrainingDiverged(
+            f"training diverged at step {step}: {result.detail['reason']}; lower the learning rate"
+        )
+    return ValidationFailed(explain(result))
+
+
 def explain(result: CheckResult) -> str:
     """One line for a mismatch: what differs, and what to look at."""
     detail = result.detail
@@ -334,6 +359,8 @@ def explain(result: CheckResult) -> str:
             f"{names or 'nothing was digested'}{more}. Do not serve this version; resync whole"
         )
     if result.check == "canary":
+        if "reason" in detail:
+            return f"canary: {detail['reason']}"
         return (
             f"canary: log-probabilities differ by {_shown(detail['max_abs_diff'])}, tolerance "
             f"{detail['tolerance']:.3g}, though the control agreed within "

@@ -21,7 +21,7 @@ from actors.learner import (
     token_logprobs,
     with_weights,
 )
-from orchestrator.errors import TrainerError
+from orchestrator.errors import TrainerError, TrainingDiverged
 from orchestrator.types import (
     Completion,
     FinishReason,
@@ -50,6 +50,11 @@ def small_model(seed: int = 0) -> Qwen3ForCausalLM:
         eos_token_id=None,
     )
     return Qwen3ForCausalLM(config).eval()
+
+
+def spoil(parameter: torch.Tensor) -> None:
+    """As an optimizer's step may."""
+    parameter.data[0] = math.nan
 
 
 def rollout(
@@ -184,6 +189,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     with pytest.raises(TrainerError, match=r"step 4: loss nan.*lower the learning rate"):
         learner(model).step(rows, [1.0, 0.0], 4)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_weights_that_are_not_finite_after_the_step_are_the_trainers_fault() -> None:
+    model = small_model()
+    with pytest.raises(
+        TrainingDiverged,
+        match=r"diverged at step 3: .*\(inf\) is not finite; lower the .*\(1e\+30\)",
+    ):
+        learner(model, learning_rate=1e30).step(batch_of(model), [0.0, 1.0, 0.3, 0.2], 3)
+    model = small_model()
+    own = learner(model)
+    next(model.parameters()).register_post_accumulate_grad_hook(spoil)
+    with pytest.raises(TrainingDiverged, match=r"diverged at step 1: .*\(nan\) is not finite"):
+        own.step(batch_of(model), [0.0, 1.0, 0.3, 0.2], 1)
 
 
 def test_logprobs_under_other_weights_leave_the_model_as_it_is() -> None:

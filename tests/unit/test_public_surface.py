@@ -28,8 +28,8 @@ NAMES = """
     RolloutConsumed RolloutFinished RunEnded RunResumed StateChanged SwapDone SwapFailed
     TrainerStarted TrainStepDone
     MidflightError ChannelError Closed ConfigError EngineDied EngineError IllegalTransition
-    PhaseTimeout StaleRollout SyncBusy SyncError TrainerDied TrainerError TransferError
-    ValidationFailed
+    PhaseTimeout StaleRollout SyncBusy SyncError TrainerDied TrainerError TrainingDiverged
+    TransferError ValidationFailed
 """
 
 SIGNATURES = {
@@ -188,6 +188,7 @@ ERRORS = {
     "SyncError": "MidflightError RuntimeError 1",
     "TrainerDied": "TrainerError 1",
     "TrainerError": "MidflightError RuntimeError 1",
+    "TrainingDiverged": "TrainerError ValidationFailed 1",
     "TransferError": "MidflightError RuntimeError 1",
     "ValidationFailed": "MidflightError RuntimeError 1",
 }
@@ -286,6 +287,7 @@ def test_errors_have_these_bases_and_exit_codes() -> None:
         orchestrator.PhaseTimeout("SYNCING", 120.0, "send"),
         orchestrator.EngineDied("engine-1", "SIGKILL"),
         orchestrator.SyncError("SYNCING", "broke", ("engine-1", "engine-2")),
+        orchestrator.TrainingDiverged("training diverged at step 3"),
         orchestrator.StaleRollout(3, 2),
         orchestrator.Closed("closed"),
     ],

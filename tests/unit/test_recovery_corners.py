@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from orchestrator import (
     SyncError,
     Trainer,
     TrainerError,
+    TrainingDiverged,
     TrainStats,
     TrainStepDone,
 )
@@ -79,6 +81,48 @@ async def test_a_trainer_that_dies_in_prove_does_not_make_the_version_twice(tmp_
     rig.world.faults.die("trainer", "reference_logprobs", call=4)
     assert await drive(rig, 4) is None
     assert [e.report.update.version for e in rig.of(SwapDone)] == [1, 2, 3, 4]
+
+
+def diverge(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    """The trainer's weights of ``version`` score nan."""
+    score = FakeTrainer.reference_logprobs
+
+    async def scores(
+        self: FakeTrainer, prompts: Sequence[Sequence[int]], *, initial: bool = False
+    ) -> tuple[tuple[float, ...], ...]:
+        rows = await score(self, prompts, initial=initial)
+        bad = not initial and self.staged_version == version
+        return tuple((math.nan,) * len(row) for row in rows) if bad else rows
+
+    monkeypatch.setattr(FakeTrainer, "reference_logprobs", scores)
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+@pytest.mark.parametrize("heals", [False, True])
+async def test_training_that_diverged_ends_the_run_without_another_try(
+    monkeypatch: pytest.MonkeyPatch, heals: bool, strategy: Strategy
+) -> None:
+    diverge(monkeypatch, 2)
+    recovery = TRIES if heals else harness.NO_RECOVERY
+    swap = replace(SWAP, strategy=strategy, staged=True)
+    rig = a_rig(2, validation=CANARY, recovery=recovery, replacing=heals, swap=swap)
+    error = await drive(rig, 4)
+    assert isinstance(error, TrainingDiverged)
+    assert str(error).startswith("training diverged at step 2: ")
+    assert [e.error for e in rig.of(SwapFailed)] == [error]
+    assert rig.of(ReplicaDied) == [] and rig.of(ReplicaAdmitted) == []
+    assert rig.orchestrator._fleet.serving == []
+    assert [e.report.update.version for e in rig.of(SwapDone)] == [1]
+
+
+async def test_training_that_diverged_is_told_also_when_another_try_found_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    diverge(monkeypatch, 2)
+    rig = a_rig(2, validation=CANARY)
+    rig.world.faults.fail("engine-1", "receive_update", call=2)
+    assert isinstance(await drive(rig, 4), TrainingDiverged)
+    assert len(rig.of(SwapFailed)) == 2
 
 
 async def test_what_was_distrusted_is_not_trained_on() -> None:

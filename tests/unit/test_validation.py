@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from orchestrator.errors import ConfigError, EngineError
+from orchestrator.errors import ConfigError, EngineError, TrainingDiverged
 from orchestrator.fleet import Fleet
 from orchestrator.options import ValidationOptions
 from orchestrator.testing import FakeEngine, FakeTrainer, FakeWorld, fake_engine_factory
@@ -30,6 +31,7 @@ from orchestrator.validation import (
     diverging,
     expectations,
     explain,
+    failure,
     largest_difference,
 )
 from tests.harness import PROMPTS
@@ -157,6 +159,22 @@ class Parts:
         await self.trainer.stage(PolicyVersion(1))
 
 
+Scores = Callable[..., Awaitable[tuple[tuple[float, ...], ...]]]
+
+
+def spoiled(trainer: FakeTrainer, bad: float) -> Scores:
+    """Its ``reference_logprobs``, with ``bad`` as the last number of all."""
+    score = trainer.reference_logprobs
+
+    async def scores(
+        prompts: Sequence[Sequence[int]], *, initial: bool = False
+    ) -> tuple[tuple[float, ...], ...]:
+        *rows, last = await score(prompts, initial=initial)
+        return (*rows, (*last[:-1], bad))
+
+    return scores
+
+
 CANARY = ValidationOptions(digest=False, canary=True, fresh=False, canary_tolerance=1e-3)
 
 
@@ -242,6 +260,43 @@ async def test_a_canary_without_a_control_is_inconclusive() -> None:
     parts = Parts(CANARY)
     await parts.start(same_weights=True)
     assert (await parts.validator.canary()).verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+async def test_a_trainer_whose_own_log_probabilities_are_not_finite_diverged(
+    monkeypatch: pytest.MonkeyPatch, bad: float
+) -> None:
+    parts = Parts(CANARY)
+    await parts.start(same_weights=True)
+    await parts.validator.control()
+    monkeypatch.setattr(parts.trainer, "reference_logprobs", spoiled(parts.trainer, bad))
+    result = await parts.validator.canary()
+    assert result.verdict is Verdict.MISMATCH
+    assert "the engine" not in explain(result)
+    error = failure(result, 7)
+    assert isinstance(error, TrainingDiverged)
+    assert re.search("training diverged at step 7: .* is not finite; lower the", str(error))
+
+
+async def test_a_trainer_that_never_scored_in_numbers_can_tell_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = Parts(CANARY)
+    monkeypatch.setattr(parts.trainer, "reference_logprobs", spoiled(parts.trainer, -math.inf))
+    await parts.start(same_weights=True)
+    await parts.validator.control()
+    assert (await parts.validator.canary()).verdict is Verdict.INCONCLUSIVE
+
+
+async def test_an_engine_that_writes_no_numbers_is_to_blame_itself() -> None:
+    parts = Parts(CANARY)
+    await parts.start(same_weights=True)
+    await parts.validator.control()
+    parts.engines[1].logprob_offset = math.nan
+    result = await parts.validator.canary()
+    assert result.verdict is Verdict.MISMATCH
+    assert not isinstance(failure(result, 7), TrainingDiverged)
+    assert "the engine does not run the sent weights" in str(failure(result, 7))
 
 
 async def test_an_engine_that_fails_in_the_canary_is_heard_in_its_own_words() -> None:
