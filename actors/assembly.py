@@ -86,6 +86,7 @@ def preflight(settings: Settings) -> Prepared:
         new_tokens=max(settings.max_tokens, settings.pause_after_tokens + settings.probe_tokens),
         backend=None if settings.backend == "auto" else settings.backend,
         max_model_len=settings.max_model_len,
+        tensor_parallel_size=settings.tensor_parallel_size,
         dtype=settings.dtype,
         reward=None if settings.reward == "auto" else settings.reward,
         learning_rate=settings.learning_rate,

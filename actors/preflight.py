@@ -72,6 +72,7 @@ def preflight(
     new_tokens: int,
     backend: TransferBackend | str | None = None,
     max_model_len: int | None = None,
+    tensor_parallel_size: int = 1,
     dtype: str | None = None,
     reward: str | None = None,
     learning_rate: float | None = None,
@@ -106,6 +107,7 @@ def preflight(
             f"{engine_path} is quantised; weights are swapped as they are trained: give an "
             "unquantised checkpoint"
         )
+    check_workers(config, tensor_parallel_size)
     vocab_size = _integer(config, "vocab_size", engine_path)
     context = _context(config, engine_path, max_model_len)
     prompts = load_prompts(
@@ -154,6 +156,17 @@ def check_same_shape(
                 f"engine and trainer models do not fit: {key} is {left} in {engine_path} and "
                 f"{right} in {trainer_path}; give two checkpoints of one architecture"
             )
+
+
+def check_workers(config: dict[str, Any], workers: int) -> None:
+    """ConfigError where vLLM could not split the model's attention heads among ``workers``."""
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int) and heads > 0 and heads % workers:
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ConfigError(
+            f"--tensor-parallel-size {workers}: the model's {heads} attention heads cannot be "
+            f"split evenly among so many workers: use one of {fitting}"
+        )
 
 
 def _context(config: dict[str, Any], path: Path, asked: int | None) -> int:

@@ -63,6 +63,16 @@ class SwapOptions:
         _at_least(self, 0, "pause_after_tokens")
 
 
+def check_strategy(swap: SwapOptions) -> None:
+    """ConfigError for rolling swaps over a backend that cannot make them."""
+    ahead = swap.staged or swap.backend is TransferBackend.IPC
+    if swap.strategy is Strategy.ROLLING and not ahead:
+        raise ConfigError(
+            f"rolling swaps need the bytes at the engines before the pause, over {swap.backend} "
+            "they travel inside it: use a staged backend or ipc"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RecoveryOptions:
     """What is tried after a failure before the run is given up."""

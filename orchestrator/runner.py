@@ -32,6 +32,7 @@ from orchestrator.errors import (
 from orchestrator.events import Event, Observer, RunEnded, RunResumed
 from orchestrator.injection import STAGING
 from orchestrator.injector import Injector
+from orchestrator.options import check_strategy
 from orchestrator.protocols import Engine, EngineFactory, EngineMaker, TrainerMaker, WeightSender
 from orchestrator.run_folder import CHECKPOINTS, checkpoint_of
 from orchestrator.scheduler import Orchestrator
@@ -201,6 +202,7 @@ def execute(
         checkpoint, passed_over = checkpoint_of(resume, settings)
     prepared = preflight(settings)
     check_injections(settings, prepared)
+    check_strategy(settings.swap_options(prepared.backend, staged=prepared.staged))
     if resume is None or checkpoint is None:
         run_id = new_run_id()
         run_dir = make_run_dir(settings, run_id)

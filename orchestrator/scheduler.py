@@ -53,6 +53,7 @@ from orchestrator.options import (
     RecoveryOptions,
     SwapOptions,
     ValidationOptions,
+    check_strategy,
 )
 from orchestrator.probes import Probes
 from orchestrator.protocols import (
@@ -83,9 +84,7 @@ from orchestrator.types import (
     Prompt,
     Rollout,
     State,
-    Strategy,
     SyncReport,
-    TransferBackend,
 )
 from orchestrator.validation import Validator
 
@@ -165,14 +164,7 @@ class Orchestrator:
                 f"the fresh check needs a trainer that saves checkpoints; {type(trainer).__name__} "
                 "only sends weights: leave it out with ValidationOptions(fresh=False)"
             )
-        first = self._swap
-        if first.strategy is Strategy.ROLLING and not (
-            first.staged or first.backend is TransferBackend.IPC
-        ):
-            raise ConfigError(
-                f"rolling swaps need the bytes at the engines before the pause, over "
-                f"{first.backend} they travel inside it: use a staged backend or ipc"
-            )
+        check_strategy(self._swap)
         self._fleet = Fleet(engines)
         self._machine = SwapMachine(self._moved, clock=_clock)
         self._validator = Validator(

@@ -120,3 +120,17 @@ def test_batch_invariance_without_a_gpu_is_refused(
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT=1 needs an NVIDIA GPU"):
         preflight(model=str(built / "base"), new_tokens=1, found=NO_GPU)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_workers_that_can_share_the_heads(built: Path, workers: int) -> None:
+    preflight(model=str(built / "base"), new_tokens=1, tensor_parallel_size=workers, found=NO_GPU)
+
+
+@pytest.mark.parametrize("workers", [3, 8])
+def test_workers_that_cannot_share_the_heads_are_refused(built: Path, workers: int) -> None:
+    """vLLM says so too, after a start, in many lines."""
+    with pytest.raises(ConfigError, match=f"size {workers}: the model's 4 .* use one of 1, 2, 4"):
+        preflight(
+            model=str(built / "base"), new_tokens=1, tensor_parallel_size=workers, found=NO_GPU
+        )

@@ -20,7 +20,7 @@ from orchestrator import runner
 from orchestrator.config import Settings
 from orchestrator.errors import ConfigError
 from orchestrator.events import Event, RunEnded
-from orchestrator.runner import make_run_dir, write_config
+from orchestrator.runner import execute, make_run_dir, write_config
 from orchestrator.telemetry.log import CONTEXT
 from orchestrator.telemetry.schema import RolloutRecord, Summary
 from orchestrator.testing import FakeWorld
@@ -262,6 +262,13 @@ def test_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot make --output-dir"):
         make_run_dir(Settings(output_dir=tmp_path / "file" / "x"), "id-4")
+
+
+def test_rolling_over_a_backend_that_cannot_is_refused_before_anything(tmp_path: Path) -> None:
+    fake, folder = FakeAssembly(), tmp_path / "run"
+    with pytest.raises(ConfigError, match="rolling swaps need the bytes at the engines before"):
+        execute(Settings(strategy="rolling", output_dir=folder), fake.preflight, fake.assemble)
+    assert not folder.exists()
 
 
 def test_config_is_written_as_resolved(tmp_path: Path) -> None:
