@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 
 from orchestrator.context import operation
 from orchestrator.cycle import SwapCycle
@@ -76,7 +77,12 @@ class Publisher:
             why = f"{fenced} must not serve" if fenced else "enter the orchestrator first"
             raise IllegalTransition(state, Trigger.PAUSE, why)
         current = self._fleet.version
-        target = PolicyVersion(current + 1 if version is None else version)
+        try:
+            target = PolicyVersion(current + 1 if version is None else operator.index(version))
+        except TypeError:
+            raise ConfigError(
+                f"version {version!r}: it must be a whole number above {current}"
+            ) from None
         if target <= current:
             raise ConfigError(
                 f"version {target} is not newer than {current}, which is published: versions "

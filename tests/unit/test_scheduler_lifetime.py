@@ -304,6 +304,9 @@ async def test_sync_takes_the_trainers_own_version_and_only_goes_up(world: FakeW
     rig = make_rig(world, 2, validation=DIGEST)
     async with rig.orchestrator as o:
         assert (await o.sync(7)).update.version == 7
+        for none in (8.5, "8"):
+            with pytest.raises(ConfigError, match=f"version {none!r}: it must be a whole number"):
+                await o.sync(version=none)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="version 7 is not newer than 7"):
             await o.sync(7)
         assert len(world.calls("stage")) == 1, "refused before anything moved"
