@@ -38,7 +38,7 @@ class LocalSender:
         host: str = "127.0.0.1",
     ) -> None:
         self._sender = make_sender(backend, weights, wire_dtype=wire_dtype)
-        self._backend = backend
+        self._backend = TransferBackend(backend)
         self._host = host
 
     async def listen(

@@ -159,13 +159,23 @@ def check_same_shape(
 
 
 def check_workers(config: dict[str, Any], workers: int) -> None:
-    """ConfigError where vLLM could not split the model's attention heads among ``workers``."""
+    """ConfigError where vLLM could not split the model's attention heads among ``workers``.
+
+    Key and value heads are split, or each is given to as many workers (vLLM's models, llama.py).
+    """
     heads = config.get("num_attention_heads")
-    if isinstance(heads, int) and heads > 0 and heads % workers:
-        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+    pairs = config.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(pairs, int) or min(heads, pairs) < 1:
+        return
+
+    def fits(n: int) -> bool:
+        return heads % n == 0 and (pairs % n == 0 if pairs >= n else n % pairs == 0)
+
+    if not fits(workers):
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
         raise ConfigError(
-            f"--tensor-parallel-size {workers}: the model's {heads} attention heads cannot be "
-            f"split evenly among so many workers: use one of {fitting}"
+            f"--tensor-parallel-size {workers}: the model's {heads} attention heads and {pairs} "
+            f"key-value heads cannot be shared by so many workers: use one of {fitting}"
         )
 
 

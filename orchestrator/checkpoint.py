@@ -52,6 +52,10 @@ class Attachment(Protocol):
         """Return when the files that :meth:`state` counts on are on the disk. Runs in a thread."""
         ...
 
+    def resumed(self) -> None:
+        """A run has gone back to a checkpoint: forget what came after it. Raising ends the run."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RunCheckpoint:
@@ -88,6 +92,11 @@ class Checkpoints:
         self.skipped: tuple[str, ...] = ()
         """What :meth:`latest` passed over, each with its reason."""
         self._attachment = attachment
+
+    def resumed(self) -> None:
+        """Tell whoever attaches its state that the run goes on from a checkpoint."""
+        if self._attachment is not None:
+            self._attachment.resumed()
 
     def latest(self) -> RunCheckpoint:
         """The newest whole checkpoint; ConfigError when there is none."""

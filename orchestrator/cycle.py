@@ -473,7 +473,7 @@ class SwapCycle:
             if (phase is State.VALIDATING or (committed and fleet.heals)) and not cancelled:
                 self._distrust(update, error)
             fleet.fence_dirty()
-            late = fleet.late if isinstance(error, PhaseTimeout) else []
+            late = fleet.late if isinstance(error, PhaseTimeout) and phase is State.PAUSING else []
             await fleet.resume_clean(seconds, late, min(seconds, LATE_S))
             await fleet.evict_fenced(min(seconds, EVICT_S))
         done = bool(fleet.serving) if fleet.heals else not fleet.fenced

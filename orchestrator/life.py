@@ -87,7 +87,15 @@ class Life:
             return None
         self._told = True
         self._cancel_host()
+        self._background.append(asyncio.create_task(self._insist(), name="insist"))
         return self._fatal
+
+    async def _insist(self) -> None:
+        """Before Python 3.13 a TaskGroup may take the cancel for its own."""
+        while not self.closing:
+            await asyncio.sleep(1)
+            if not self.closing:
+                self._cancel_host()
 
     async def heed(self) -> None:
         """Let a cancel of the host come through when the run is over.
@@ -122,7 +130,9 @@ class Life:
         if isinstance(error, BaseExceptionGroup):
             error = first_error(error)
         # The host was cancelled because of it; an error of the host's own says more.
-        if self._fatal is not None and (error is None or _is_cancel(error)):
+        if self._fatal is not None and (
+            error is None or _is_cancel(error) or isinstance(error, Closed)
+        ):
             error = self._fatal
         if error is None and self._unreleased:
             error = MidflightError(

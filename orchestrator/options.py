@@ -6,8 +6,10 @@ makes them directly: one that cannot be is a ConfigError at once.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import SupportsFloat
 
 from orchestrator.errors import ConfigError
 from orchestrator.types import KVPolicy, PauseMode, PhaseTimeouts, Strategy, TransferBackend
@@ -26,13 +28,30 @@ def _one_of(options: object, **kinds: type[Enum]) -> None:
             ) from None
 
 
-def _at_least(options: object, least: float, *names: str) -> None:
+def _whole(options: object, least: int, *names: str) -> None:
+    """Make whole numbers of these fields' values, which may be any kind of integer."""
     for name in names:
         value = getattr(options, name)
-        if not isinstance(value, int | float) or not value >= least:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = least - 1
+        if number < least:
             raise ConfigError(
-                f"{type(options).__name__}: {name} is {value!r}: it must be {least} or more"
+                f"{type(options).__name__}: {name} is {value!r}: it must be a whole number, "
+                f"{least} or more"
             )
+        object.__setattr__(options, name, number)
+
+
+def _not_negative(options: object, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if not isinstance(value, SupportsFloat) or not float(value) >= 0:
+            raise ConfigError(
+                f"{type(options).__name__}: {name} is {value!r}: it must be 0 or more"
+            )
+        object.__setattr__(options, name, float(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +78,8 @@ class SwapOptions:
             kv_policy=KVPolicy,
             strategy=Strategy,
         )
-        _at_least(self, 1, "max_unavailable")
-        _at_least(self, 0, "pause_after_tokens")
+        _whole(self, 1, "max_unavailable")
+        _whole(self, 0, "pause_after_tokens")
 
 
 def check_strategy(swap: SwapOptions) -> None:
@@ -87,8 +106,9 @@ class RecoveryOptions:
     """With fewer replicas that serve, or may again, the run is given up."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "attempts", "backoff_s", "backoff_max_s")
-        _at_least(self, 1, "min_engines")
+        _whole(self, 0, "attempts")
+        _whole(self, 1, "min_engines")
+        _not_negative(self, "backoff_s", "backoff_max_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +133,12 @@ class GenerationOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_tokens", "group_size", "prompts_per_step", "max_in_flight")
-        _at_least(self, self.group_size, "buffer_size")
-        _at_least(self, 0, "temperature", "probe_tokens")
+        _whole(self, 1, "max_tokens", "group_size", "prompts_per_step", "max_in_flight")
+        _whole(self, 1, "buffer_size")
+        _whole(self, 0, "probe_tokens")
+        _not_negative(self, "temperature")
         if self.max_staleness is not None:
-            _at_least(self, 0, "max_staleness")
+            _whole(self, 0, "max_staleness")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +159,8 @@ class ValidationOptions:
     tolerance; 0: the tolerance is the limit, of the control too."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "fresh_every", "min_pass_rate", "canary_tolerance")
-        _at_least(self, 0, "canary_control_factor")
+        _whole(self, 0, "fresh_every")
+        _not_negative(self, "min_pass_rate", "canary_tolerance", "canary_control_factor")
         if self.min_pass_rate > 1:
             raise ConfigError(
                 f"ValidationOptions: min_pass_rate is {self.min_pass_rate!r}: it must be 1 at most"

@@ -122,6 +122,8 @@ class RunKeeper:
             staged=swap.staged,
         )
         self.sent = await sync_whole(update, fleet, trainer, validator, swap, nbytes)
+        if self._checkpoints is not None:
+            self._checkpoints.resumed()
         op = replace(current_op(), step=point.step, version=point.version)
         return RunResumed(time.time(), op, point.step, point.version, str(point.folder))
 

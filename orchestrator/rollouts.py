@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from orchestrator.errors import Closed, ConfigError, StaleRollout
 from orchestrator.options import GenerationOptions
@@ -242,11 +242,14 @@ class RolloutSource:
         much: a swap may have been published since its group was taken.
         """
         try:
-            return consume(rollout, self._version(), self._options.max_staleness)
+            fresh = consume(rollout, self._version(), self._options.max_staleness)
         except StaleRollout:
             self.discarded += 1
-            self._on_consumed(rollout, False)
+            self._on_consumed(replace(rollout, staleness=None), False)
             return None
+        if fresh.staleness != rollout.staleness:
+            self._on_consumed(fresh, True)
+        return fresh
 
     def _give_room(self) -> None:
         self._room += 1

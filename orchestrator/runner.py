@@ -29,7 +29,7 @@ from orchestrator.errors import (
     ConfigError,
     MidflightError,
 )
-from orchestrator.events import Event, Observer, RunEnded, RunResumed
+from orchestrator.events import Event, Observer, RunEnded
 from orchestrator.injection import STAGING
 from orchestrator.injector import Injector
 from orchestrator.options import check_strategy
@@ -247,12 +247,9 @@ async def run(
     """
     ended: list[RunEnded] = []
 
-    def note(event: Event) -> None:
+    def note_end(event: Event) -> None:
         if isinstance(event, RunEnded):
             ended.append(event)
-        elif isinstance(event, RunResumed):
-            # Not before: settings that cannot be run must not take the place of those that can.
-            write_config(settings, prepared, run_dir)
 
     injector = Injector(settings.inject, lambda event: telemetry.emit(event))
     telemetry = Telemetry(
@@ -263,7 +260,7 @@ async def run(
         quiet=settings.quiet,
         verbose=settings.verbose,
         stdout=stdout,
-        observers=(*observers, injector, note),
+        observers=(*observers, injector, note_end),
         resume=resume,
     )
     with operation(run_id=run_id):
@@ -361,7 +358,7 @@ class _Life:
                 replace_trainer=parts.replace_trainer,
                 observers=[telemetry.emit],
                 run_id=current_op().run_id,
-                checkpoints=Checkpoints(self._dir / CHECKPOINTS, telemetry.recorder),
+                checkpoints=Checkpoints(self._dir / CHECKPOINTS, self),
                 checkpoint_every=s.checkpoint_every,
                 resume=self._resume,
             )
@@ -379,6 +376,24 @@ class _Life:
                 raise
             finally:
                 self._host = None
+
+    # what a checkpoint attaches
+
+    def state(self) -> Mapping[str, Any]:
+        """See :class:`~orchestrator.checkpoint.Attachment`."""
+        return self._telemetry.recorder.state()
+
+    def sync(self) -> None:
+        """See the protocol."""
+        self._telemetry.recorder.sync()
+
+    def resumed(self) -> None:
+        """See the protocol."""
+        # Not before: settings that cannot be run must not take the place of those that can.
+        write_config(self._settings, self._prepared, self._dir)
+        self._telemetry.recorder.resumed()
+
+    # its end
 
     def _end(self, grace: float, error: BaseException | None = None) -> None:
         self._interrupts.ending = True

@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -504,8 +505,8 @@ class Orchestrator:
 def _check_prompts(name: str, prompts: Sequence[Prompt]) -> None:
     for number, prompt in enumerate(prompts):
         ids = getattr(prompt, "token_ids", None)
-        if not isinstance(ids, tuple) or not ids or not all(isinstance(i, int) for i in ids):
+        if not isinstance(ids, tuple) or not ids or not all(isinstance(i, Integral) for i in ids):
             raise ConfigError(
-                f"{name}[{number}] is {prompt!r:.200}: it must be a Prompt with a tuple of token "
-                "ids, of one at least"
+                f"{name}[{number}] is {prompt!r:.200}: it must be a Prompt whose token_ids are a "
+                "tuple of integers, of one at least"
             )

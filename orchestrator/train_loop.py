@@ -19,6 +19,7 @@ from orchestrator.errors import (
     SyncError,
     TrainerDied,
     TrainerError,
+    TrainingDiverged,
     ValidationFailed,
 )
 from orchestrator.events import TrainerStarted, TrainStepDone
@@ -171,6 +172,8 @@ class TrainLoop:
             async for attempt in self._recovery.retrying(_transient, self._recovery.tries):
                 with attempt:
                     await self._start_another()
+        except TrainingDiverged:
+            raise
         except Exception as error:
             raise TrainerDied(f"trainer: {cause}; no other could take over: {error}") from error
         self._lost = None
@@ -240,4 +243,6 @@ def rewarded(stats: TrainStats, batch: Sequence[Rollout]) -> tuple[Rollout, ...]
 
 
 def _transient(error: BaseException) -> bool:
-    return isinstance(error, MidflightError) and not isinstance(error, ConfigError | Closed)
+    return isinstance(error, MidflightError) and not isinstance(
+        error, ConfigError | Closed | TrainingDiverged
+    )

@@ -31,7 +31,8 @@ class Telemetry:
 
     ``log_format``: auto (live display on a terminal), console (lines only) or json. Files go
     to ``run_dir``, which exists; with ``resume`` those that are there go on (ConfigError when
-    they are not what the checkpoint knew, or another process writes there).
+    they are not what the checkpoint knew, or another process writes there). ConfigError also where
+    nothing can be written.
     """
 
     def __init__(
@@ -50,7 +51,13 @@ class Telemetry:
         self.run_dir = run_dir
         self._json = log_format == "json"
         self._printer = Printer(stdout)
-        self._file = JsonLines(run_dir / "events.jsonl")
+        try:
+            self._file = JsonLines(run_dir / "events.jsonl")
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise ConfigError(
+                f"cannot write to {run_dir}: {reason}. Name a folder that can be written"
+            ) from None
         try:
             if not self._file.claim():
                 raise ConfigError(f"a run writes to {run_dir} now: wait for its end, or end it")
@@ -97,6 +104,9 @@ class Telemetry:
     def finish(self, outcome: Outcome, error: BaseException | None = None) -> Summary:
         """Write the summary and show the result (OSError if it cannot be written)."""
         summary = self.recorder.finish(outcome, error)
+        if self.recorder.untouched:
+            self.log.write("warning", "the run did not go on: its files are as they were")
+            return summary
         self.log.write(
             "info",
             "run summary",

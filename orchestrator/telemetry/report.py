@@ -44,8 +44,8 @@ class RunRecorder:
     while it is taken down).
 
     :meth:`state` goes into a checkpoint, and a recorder that is given one goes on from there: with
-    the event ``RunResumed`` ``rollouts.jsonl`` loses the lines that came after it, and the summary
-    is of the whole run. A run that does not come so far leaves both files as they are.
+    :meth:`resumed` ``rollouts.jsonl`` loses the lines that came after it, and the summary is of
+    the whole run. A run that does not come so far leaves both files as they are.
     """
 
     def __init__(
@@ -122,18 +122,22 @@ class RunRecorder:
             for rollout in group:
                 self._on_finished(rollout)
 
-    def _has_resumed(self) -> None:
-        before, self._resumes = self._resumes, None
-        if before is not None:
-            cut(self._lines.path, before.rollouts_bytes)
+    def resumed(self) -> None:
+        """The run goes on from the checkpoint: what came after it is cut off (OSError)."""
+        if self._resumes is not None:
+            cut(self._lines.path, self._resumes.rollouts_bytes)
             self.summary_path.unlink(missing_ok=True)  # of the part that ended
+            self._resumes = None
+
+    @property
+    def untouched(self) -> bool:
+        """The run was to go on from a checkpoint, and has not come so far."""
+        return self._resumes is not None
 
     def __call__(self, event: ev.Event) -> None:
         match event:
             case ev.StateChanged():
                 self._seconds[event.source] += event.seconds
-            case ev.RunResumed():
-                self._has_resumed()
             case ev.EngineStarted(info=info):
                 self.hardware = self.hardware or info.hardware
                 self.packages = {**info.packages, **self.packages}
@@ -216,7 +220,7 @@ class RunRecorder:
 
     def _on_consumed(self, rollout: Rollout, accepted: bool) -> None:
         if not accepted:
-            self._write(self._merged(rollout), "discarded")
+            self._write(replace(self._merged(rollout), staleness=rollout.staleness), "discarded")
             return
         name = rollout.request.request_id
         if name in self._written:

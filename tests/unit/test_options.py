@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator.errors import ConfigError
@@ -25,14 +26,18 @@ from orchestrator.types import PauseMode, Prompt, Strategy, TransferBackend
     [
         (lambda: SwapOptions(pause_mode=wrong("freeze")), "pause_mode is 'freeze': it must be one"),
         (lambda: SwapOptions(backend=wrong("pigeon")), "one of gloo, nccl, ipc, native-nccl"),
-        (lambda: SwapOptions(max_unavailable=0), "max_unavailable is 0: it must be 1 or more"),
+        (
+            lambda: SwapOptions(max_unavailable=0),
+            "max_unavailable is 0: it must be a whole number, 1",
+        ),
         (lambda: SwapOptions(pause_after_tokens=-1), "pause_after_tokens is -1"),
-        (lambda: RecoveryOptions(attempts=-1), "attempts is -1: it must be 0 or more"),
+        (lambda: RecoveryOptions(attempts=-1), "attempts is -1: it must be a whole number, 0"),
         (lambda: RecoveryOptions(min_engines=0), "min_engines is 0"),
         (lambda: RecoveryOptions(backoff_s=float("nan")), "backoff_s is nan"),
         (lambda: GenerationOptions(max_tokens=0), "max_tokens is 0"),
         (lambda: GenerationOptions(max_tokens=wrong("8")), "max_tokens is '8'"),
-        (lambda: GenerationOptions(group_size=8, buffer_size=4), "buffer_size is 4: it must be 8"),
+        (lambda: GenerationOptions(group_size=wrong(2.0)), "group_size is 2.0: it must be a whole"),
+        (lambda: GenerationOptions(temperature=wrong("hot")), "temperature is 'hot'"),
         (lambda: GenerationOptions(max_staleness=-1), "max_staleness is -1"),
         (lambda: ValidationOptions(min_pass_rate=1.5), "min_pass_rate is 1.5"),
         (lambda: replace(ValidationOptions(), fresh_every=-1), "fresh_every is -1"),
@@ -52,6 +57,12 @@ def test_members_may_be_given_by_their_value() -> None:
     options = SwapOptions(backend=wrong("ipc"), pause_mode=wrong("wait"), strategy=wrong("rolling"))
     assert options.backend is TransferBackend.IPC and options.pause_mode is PauseMode.WAIT
     assert options.strategy is Strategy.ROLLING
+
+
+def test_numbers_may_be_of_any_kind() -> None:
+    options = GenerationOptions(max_tokens=wrong(np.int64(8)), temperature=wrong(np.float32(0.5)))
+    assert (type(options.max_tokens), type(options.temperature)) == (int, float)
+    assert replace(options, group_size=128).group_size == 128
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actors.hardware import Hardware
-from actors.preflight import DEFAULT_CONTEXT, preflight
+from actors.preflight import DEFAULT_CONTEXT, check_workers, preflight
 from orchestrator.errors import ConfigError
 from orchestrator.types import TransferBackend
 
@@ -134,3 +134,18 @@ def test_workers_that_cannot_share_the_heads_are_refused(built: Path, workers: i
         preflight(
             model=str(built / "base"), new_tokens=1, tensor_parallel_size=workers, found=NO_GPU
         )
+
+
+@pytest.mark.parametrize(
+    ("heads", "pairs", "fitting"),
+    [(14, 2, [1, 2, 14]), (12, 2, [1, 2, 4, 6, 12]), (28, 4, [1, 2, 4, 28]), (32, 8, [1, 2, 4, 8])],
+)
+def test_key_value_heads_are_shared_too(heads: int, pairs: int, fitting: list[int]) -> None:
+    """As Qwen2.5-0.5B has them: 7 workers share its 14 heads, but not its 2 pairs."""
+    config = {"num_attention_heads": heads, "num_key_value_heads": pairs}
+    for workers in range(1, 17):
+        if workers in fitting or (heads == 32 and workers in (16, 32)):
+            check_workers(config, workers)
+        elif workers <= heads:
+            with pytest.raises(ConfigError, match="key-value heads cannot be shared"):
+                check_workers(config, workers)

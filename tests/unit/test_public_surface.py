@@ -91,6 +91,7 @@ SIGNATURES = {
         async load_state(path: str) -> None
     """,
     "Checkpoints": """
+        resumed() -> None
         latest() -> RunCheckpoint
         async write(checkpoint: RunCheckpoint, save_trainer: Callable[[str], Awaitable[None]]) ->
             RunCheckpoint

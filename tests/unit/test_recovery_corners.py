@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ from orchestrator import (
     SwapFailed,
     SyncError,
     Trainer,
+    TrainerDied,
     TrainerError,
     TrainingDiverged,
     TrainStats,
@@ -369,3 +371,44 @@ async def test_a_maker_that_raises_does_not_end_a_run_that_others_serve() -> Non
     rig.orchestrator._recovery._make = no
     kill_on(rig, State.GENERATING, "engine-0", nth=2)
     assert await drive(rig, 3) is None
+
+
+async def test_a_trainer_that_takes_over_and_diverges_is_not_replaced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(
+        FakeWorld(),
+        1,
+        validation=DIGEST,
+        recovery=TRIES,
+        replacing=True,
+        checkpoints=Checkpoints(tmp_path),
+        checkpoint_every=3,
+    )
+    real = FakeTrainer.train
+    tries: list[str] = []
+
+    async def train(self: FakeTrainer, batch: Sequence[Any], step: int) -> Any:
+        if self.name != "trainer":
+            tries.append(self.name)
+            raise TrainingDiverged(f"training diverged at step {step}")
+        if step == 2:
+            self.kill("killed")
+            raise TrainerDied("trainer: killed")
+        return await real(self, batch, step)
+
+    monkeypatch.setattr(FakeTrainer, "train", train)
+    assert isinstance(await drive(rig, 3), TrainingDiverged)
+    assert len(tries) == 1
+
+
+async def test_who_was_late_to_resume_has_all_the_time_to_do_it(world: FakeWorld) -> None:
+    """Only after PAUSING, where nothing was applied, the others shall not wait for it."""
+    timeouts = replace(SWAP.timeouts, resuming=20, stopping=60)
+    rig = make_rig(world, 2, validation=DIGEST, swap=replace(SWAP, timeouts=timeouts))
+    world.faults.delay("engine-0", "resume", 25, call=1)
+    world.faults.delay("engine-0", "resume", 15, call=2)
+    with pytest.raises(SyncError) as failed:
+        async with rig.orchestrator as o:
+            await o.sync()
+    assert failed.value.phase == State.RESUMING and "fenced" not in str(failed.value)

@@ -214,6 +214,50 @@ async def test_a_failed_run_is_resumed_and_its_summary_is_of_the_whole(tmp_path:
     assert summary(folder).failed_swaps == [], "that step was made again"
 
 
+@pytest.mark.parametrize("which", ["cut", "config"])
+async def test_files_that_cannot_go_on_end_the_run(
+    tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise rollouts would be there twice, or the next resume would read old settings."""
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    await go(folder, observe=Killer(folder, copy, trained_step(3)))
+    before = (copy / "rollouts.jsonl").read_bytes()
+    point = Checkpoints(copy / CHECKPOINTS).latest()
+
+    def refuse(path: Path, *rest: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if which == "cut":
+        monkeypatch.setattr("orchestrator.telemetry.report.cut", refuse)
+    else:
+        monkeypatch.setattr("orchestrator.runner.write_atomic", refuse)
+    code = await runner.run(
+        Settings(steps=4, checkpoint_every=1),
+        FakePrepared(),
+        FakeAssembly(FakeWorld()).assemble,
+        run_dir=copy,
+        run_id=point.run_id,
+        stdout=io.StringIO(),
+        resume=point,
+    )
+    assert code in (1, 2)
+    assert (copy / "rollouts.jsonl").read_bytes() == before
+    monkeypatch.undo()
+    assert await go(copy, observe=nothing) == 0
+    assert_whole(copy, 4)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("orchestrator.telemetry.JsonLines", refuse)
+    with pytest.raises(ConfigError, match=r"cannot write to .*: Permission denied. Name a folder"):
+        Telemetry(tmp_path, "run-1", 1, stdout=io.StringIO())
+
+
 async def test_two_writers_of_one_folder_are_refused(tmp_path: Path) -> None:
     first = Telemetry(tmp_path, "run-1", 1, stdout=io.StringIO())
     with pytest.raises(ConfigError, match=f"a run writes to {tmp_path} now"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ from orchestrator import (
     Verdict,
     WeightSender,
 )
+from orchestrator.telemetry import RunRecorder
 from orchestrator.testing import FakeEngine, FakeTrainer, FakeWorld
 from tests.harness import (
     ALL,
@@ -268,14 +271,18 @@ async def test_a_fresh_check_without_a_trainer_that_saves_is_refused_at_once(
 
 @pytest.mark.parametrize("limit", [None, 0])
 async def test_a_sync_in_the_middle_of_a_group_makes_the_rest_of_it_staler(
-    world: FakeWorld, limit: int | None
+    world: FakeWorld, tmp_path: Path, limit: int | None
 ) -> None:
     options = replace(GENERATION, group_size=4, max_staleness=limit)
     rig = make_rig(world, validation=DIGEST, generation=options)
+    recorder = RunRecorder(tmp_path, "run-1")
+    rig.told.append(recorder)
     lag: list[tuple[int, int | None]] = []
+    given: dict[str, int | None] = {}
     async with rig.orchestrator as o:
         async for rollout in o.rollouts():
             lag.append((o.version - rollout.min_version, rollout.staleness))
+            given[rollout.request.request_id] = rollout.staleness
             if len(lag) % 3 == 0:
                 await o.sync()
             if len(lag) == 24:
@@ -286,6 +293,12 @@ async def test_a_sync_in_the_middle_of_a_group_makes_the_rest_of_it_staler(
     refused = [e for e in rig.of(RolloutConsumed) if not e.accepted]
     assert rig.orchestrator._source.discarded == len(refused)
     assert bool(refused) == (limit == 0)
+    recorder.finish(Outcome.COMPLETED)
+    recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    found = {line["id"]: line for line in lines}
+    assert {name: found[name]["staleness"] for name in given} == given
+    assert all(line["staleness"] is None for line in lines if line["status"] == "discarded")
 
 
 async def test_rollouts_come_with_their_staleness_and_end_on_close(world: FakeWorld) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -221,3 +222,36 @@ async def test_a_cancel_and_an_interrupt_of_a_sync_are_no_failure() -> None:
         assert isinstance(result, asyncio.CancelledError)
         assert [type(e) for e in seen] == [asyncio.CancelledError]
         assert rig.ended.outcome is Outcome.INTERRUPTED
+
+
+async def test_a_task_group_that_takes_the_cancel_for_its_own_is_not_left_waiting() -> None:
+    """Before Python 3.13 it does, when it is cancelled while it already ends."""
+    rig = a_rig()
+    told: list[BaseException] = []
+
+    async def body() -> None:
+        async with rig.orchestrator as o:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(asyncio.sleep(1e6))
+                    await o.sync()
+            except* MidflightError as errors:
+                told.extend(errors.exceptions)
+            await asyncio.Event().wait()
+
+    with pytest.raises(SyncError):
+        async with asyncio.timeout(3600):
+            await body()
+    assert told
+
+
+async def test_what_failed_is_raised_where_all_warnings_were_swallowed() -> None:
+    rig = a_rig()
+    with pytest.raises(SyncError):
+        async with rig.orchestrator as o:
+            with contextlib.suppress(SyncError):
+                await o.sync()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+            async for _ in o.rollouts():
+                pass
