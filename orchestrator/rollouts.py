@@ -62,8 +62,9 @@ class RolloutSource:
     """Owns every rollout request and the buffer of finished ones.
 
     ``generate`` runs one request; ``version`` is the newest published policy;
-    ``on_finished`` and ``on_consumed(rollout, accepted)`` are told of each rollout once; of those
-    that wait in ``start``, the state to go on from, ``on_finished`` was told before.
+    ``on_finished`` and ``on_consumed(rollout, accepted)`` are told of each rollout once, the latter
+    again where :meth:`judge_again` finds it staler; of those that wait in ``start``, the state to
+    go on from, ``on_finished`` was told before.
     """
 
     def __init__(
