@@ -24,6 +24,7 @@ Each message says what was wrong, with the values, and what to do.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ class ConfigError(MidflightError, ValueError):
     """A setting, a file or the hardware does not allow what was asked for."""
 
     exit_code = EXIT_CONFIG
+
+
+def cannot_write(folder: Path, error: OSError) -> ConfigError:
+    """The error for a folder that refuses a run's files."""
+    reason = error.strerror or type(error).__name__
+    return ConfigError(f"cannot write to {folder}: {reason}. Name a folder that can be written")
 
 
 class IllegalTransition(MidflightError, RuntimeError):

@@ -18,6 +18,8 @@ from orchestrator.types import Outcome
 Release = Callable[[BaseException | None, bool], Awaitable[list[str]]]
 """Lets go of everything, given what ended the run and whether that is a failure; what may be
 left."""
+INSIST_S = 1.0
+"""Between cancels of a host that has been told what failed and does not leave."""
 
 
 class Life:
@@ -72,28 +74,30 @@ class Life:
             self._fatal = error
             self._cancel_host()
 
-    @property
-    def fatal(self) -> BaseException | None:
-        """What ended the run, if something failed."""
-        return self._fatal
+    def raise_fatal(self) -> None:
+        """Raise what ended the run, if something failed."""
+        if self._fatal is not None:
+            raise self._fatal from self._fatal.__cause__
 
-    def tell(self) -> BaseException | None:
-        """What the current task was cancelled for, if it is the host of a run that failed.
+    def tell(self) -> None:
+        """Raise what the current task was cancelled for, if it is the host of a run that failed.
 
         Once: the next wait of the host is cancelled again, so that it cannot go on for ever.
         """
         mine = asyncio.current_task() is self._host
         if self._fatal is None or self._told or self._left or not mine:
-            return None
+            return
         self._told = True
         self._cancel_host()
         self._background.append(asyncio.create_task(self._insist(), name="insist"))
-        return self._fatal
+        self.raise_fatal()
 
     async def _insist(self) -> None:
-        """Before Python 3.13 a TaskGroup may take the cancel for its own."""
+        """Cancel the host until it leaves: before Python 3.13 a TaskGroup that already ends takes
+        a cancel for its own, and nothing tells that it did.
+        """
         while not self.closing:
-            await asyncio.sleep(1)
+            await asyncio.sleep(INSIST_S)
             if not self.closing:
                 self._cancel_host()
 

@@ -12,7 +12,14 @@ from enum import Enum
 from typing import SupportsFloat
 
 from orchestrator.errors import ConfigError
-from orchestrator.types import KVPolicy, PauseMode, PhaseTimeouts, Strategy, TransferBackend
+from orchestrator.types import (
+    KVPolicy,
+    PauseMode,
+    PhaseTimeouts,
+    Strategy,
+    TransferBackend,
+    at_hand,
+)
 
 
 def _one_of(options: object, **kinds: type[Enum]) -> None:
@@ -84,8 +91,7 @@ class SwapOptions:
 
 def check_strategy(swap: SwapOptions) -> None:
     """ConfigError for rolling swaps over a backend that cannot make them."""
-    ahead = swap.staged or swap.backend is TransferBackend.IPC
-    if swap.strategy is Strategy.ROLLING and not ahead:
+    if swap.strategy is Strategy.ROLLING and not at_hand(swap.backend, swap.staged):
         raise ConfigError(
             f"rolling swaps need the bytes at the engines before the pause, over {swap.backend} "
             "they travel inside it: use a staged backend or ipc"

@@ -53,8 +53,7 @@ class Publisher:
         if self.lock.locked() and not wait:
             raise SyncBusy(f"a swap to version {self._fleet.version + 1} is running: wait for it")
         async with self.lock:
-            if (fatal := self._life.fatal) is not None:
-                raise fatal from fatal.__cause__
+            self._life.raise_fatal()
             self._refuse_when_over()  # it may have ended while this waited
             update = self._next(step, version)
             with operation(sync_id=update.sync_id, version=update.version, step=update.step):
@@ -109,8 +108,7 @@ class Publisher:
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if swap.cancelled() and caller is not None and not caller.cancelling():
-                if (fatal := self._life.fatal) is not None:
-                    raise fatal from fatal.__cause__
+                self._life.raise_fatal()
                 raise Closed(f"closed during the swap to version {target}") from None
             state = self._machine.state
             calling_off = (State.GENERATING, State.PAUSING, State.VALIDATING)

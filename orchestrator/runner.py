@@ -28,6 +28,7 @@ from orchestrator.errors import (
     EXIT_OK,
     ConfigError,
     MidflightError,
+    cannot_write,
 )
 from orchestrator.events import Event, Observer, RunEnded
 from orchestrator.injection import STAGING
@@ -47,7 +48,7 @@ from orchestrator.tasks import first_error
 from orchestrator.telemetry import Telemetry
 from orchestrator.telemetry.jsonl import describe, write_atomic
 from orchestrator.telemetry.log import format_traceback
-from orchestrator.types import Outcome, PolicyVersion, Prompt, TransferBackend, route
+from orchestrator.types import Outcome, PolicyVersion, Prompt, TransferBackend, at_hand, route
 
 OnActorEvent = Callable[[str, dict[str, Any]], None]
 
@@ -166,17 +167,13 @@ def write_config(settings: Settings, prepared: Prepared, run_dir: Path) -> None:
     try:
         write_atomic(run_dir / "config.yaml", text)
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ConfigError(
-            f"cannot write to --output-dir {run_dir}: {reason}. Name a folder that can be written"
-        ) from None
+        raise cannot_write(run_dir, error) from None
 
 
 def check_injections(settings: Settings, prepared: Prepared) -> None:
     """ConfigError for one that cannot strike over the backend that was resolved."""
-    ahead = prepared.staged or prepared.backend is TransferBackend.IPC
     for injection in settings.inject:
-        if injection.place == STAGING and not ahead:
+        if injection.place == STAGING and not at_hand(prepared.backend, prepared.staged):
             way = route(prepared.backend, prepared.staged)
             raise ConfigError(
                 f"--inject {injection}: over {way} no bytes travel before the pause. Use --backend "
@@ -391,7 +388,10 @@ class _Life:
         """See the protocol."""
         # Not before: settings that cannot be run must not take the place of those that can.
         write_config(self._settings, self._prepared, self._dir)
-        self._telemetry.recorder.resumed()
+        try:
+            self._telemetry.recorder.resumed()
+        except OSError as error:
+            raise cannot_write(self._dir, error) from None
 
     # its end
 

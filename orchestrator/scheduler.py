@@ -462,7 +462,8 @@ class Orchestrator:
         Raises SyncError or ValidationFailed, what staging failed with (no engine was touched
         then), or Closed. When the run fails meanwhile, what it failed with: the ``async with``
         raises that too, and a body that goes on is cancelled at its next wait, be it in a
-        ``finally``. A call that a task of its own makes may be cancelled with the body instead.
+        ``finally``, and again until it leaves. A call that a task of its own makes may be
+        cancelled with the body instead.
         """
         with operation(run_id=self.run_id):
             fresh = self._options.fresh
@@ -470,9 +471,8 @@ class Orchestrator:
                 await self._life.heed()
                 return await self._publisher.publish(None, fresh=fresh, wait=wait, version=version)
             except asyncio.CancelledError:
-                if (fatal := self._life.tell()) is None:
-                    raise
-                raise fatal from fatal.__cause__
+                self._life.tell()
+                raise
 
     async def rollouts(self) -> AsyncIterator[Rollout]:
         """Finished rollouts as they come, group by group, each with its staleness.

@@ -69,6 +69,11 @@ def route(backend: TransferBackend, staged: bool) -> str:
     return f"staged-{backend}" if staged else backend.value
 
 
+def at_hand(backend: TransferBackend, staged: bool) -> bool:
+    """The bytes are at the engine before the pause: to commit them, nobody else is needed."""
+    return staged or backend is TransferBackend.IPC
+
+
 class State(StrEnum):
     """States of the swap machine. ``docs/machine.md`` shows the table."""
 
@@ -275,8 +280,8 @@ class WeightUpdate:
 
     @property
     def at_hand(self) -> bool:
-        """The bytes are at the engine before the pause: to commit them, nobody else is needed."""
-        return self.staged or self.backend is TransferBackend.IPC
+        """See :func:`at_hand`."""
+        return at_hand(self.backend, self.staged)
 
     @property
     def one_call(self) -> bool:

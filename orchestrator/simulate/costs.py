@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.simulate.faults import FaultRule
-from orchestrator.types import TransferBackend
+from orchestrator.types import TransferBackend, at_hand
 
 _P95 = 1.6449
 """Standard deviations between the median and the 95th percentile of a normal distribution."""
@@ -147,9 +147,12 @@ class _Measured:
             raise self._without(f"backend {name!r} is none of a transfer") from None
         nbytes = self._number(self._found, "bytes")
         where = f"methods[{name}]"
-        at_hand = bool(staged) or backend is TransferBackend.IPC
         transfer = self._p50(method, where, "phases", "transfer")
-        wire = self._p50(method, where, "phases", "prefetch") if at_hand else transfer
+        wire = (
+            self._p50(method, where, "phases", "prefetch")
+            if at_hand(backend, bool(staged))
+            else transfer
+        )
         return {
             "backend": backend,
             "staged": bool(staged),

@@ -18,7 +18,7 @@ from orchestrator.simulate.meter import Meter, MeteredLoop
 from orchestrator.simulate.parts import Injector, SimulatedEngine, SimulatedTrainer, make_world
 from orchestrator.simulate.result import SimulationResult, Spread
 from orchestrator.testing import assert_no_leaked_tasks
-from orchestrator.types import PolicyVersion, Prompt, TransferBackend
+from orchestrator.types import PolicyVersion, Prompt, at_hand
 
 _GROUP = 4
 _RUN_ID = "simulated"
@@ -80,8 +80,8 @@ def simulate(scenario: Scenario) -> SimulationResult:
 async def _simulated(scenario: Scenario, meter: Meter) -> SimulationResult:
     costs = scenario.costs
     rules = (*costs.failures, *scenario.faults)
-    at_hand = costs.staged or costs.backend is TransferBackend.IPC
-    planned = plan(rules, scenario.engines, scenario.steps, scenario.seed, prefetched=at_hand)
+    ahead = at_hand(costs.backend, costs.staged)
+    planned = plan(rules, scenario.engines, scenario.steps, scenario.seed, prefetched=ahead)
     injector = Injector(planned, costs)
     world = make_world(costs)
     parts: list[SimulatedEngine] = []

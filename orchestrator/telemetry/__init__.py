@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, cannot_write
 from orchestrator.events import Event, Observer
 from orchestrator.telemetry.console import ConsoleView, Printer
 from orchestrator.telemetry.eventlog import EventLog, actor_event
@@ -54,10 +54,7 @@ class Telemetry:
         try:
             self._file = JsonLines(run_dir / "events.jsonl")
         except OSError as error:
-            reason = error.strerror or type(error).__name__
-            raise ConfigError(
-                f"cannot write to {run_dir}: {reason}. Name a folder that can be written"
-            ) from None
+            raise cannot_write(run_dir, error) from None
         try:
             if not self._file.claim():
                 raise ConfigError(f"a run writes to {run_dir} now: wait for its end, or end it")
@@ -105,7 +102,9 @@ class Telemetry:
         """Write the summary and show the result (OSError if it cannot be written)."""
         summary = self.recorder.finish(outcome, error)
         if self.recorder.untouched:
-            self.log.write("warning", "the run did not go on: its files are as they were")
+            self.log.write(
+                "warning", "the run did not go on: its summary and rollouts are as they were"
+            )
             return summary
         self.log.write(
             "info",

@@ -374,14 +374,20 @@ async def test_an_engine_that_hangs_twice_is_fenced_after_twice_the_time(parts: 
 PATIENT = replace(SWAP, timeouts=replace(SWAP.timeouts, resuming=60))
 
 
-@pytest.mark.parametrize("heals", [False, True])
-async def test_who_hangs_in_the_pause_and_after_it_is_not_waited_for_as_long_as_a_resume_may_take(
-    world: FakeWorld, heals: bool
-) -> None:
+async def late_to_pause(world: FakeWorld, heals: bool = False) -> Parts:
+    """With ``engine-1`` that does not pause."""
     parts = Parts(world, options=PATIENT)
     await parts.start()
     parts.fleet.heals = heals
     world.faults.block("engine-1", "pause")
+    return parts
+
+
+@pytest.mark.parametrize("heals", [False, True])
+async def test_who_hangs_in_the_pause_and_after_it_is_not_waited_for_as_long_as_a_resume_may_take(
+    world: FakeWorld, heals: bool
+) -> None:
+    parts = await late_to_pause(world, heals)
     world.faults.block("engine-1", "resume", call=None)
     began = now()
     with pytest.raises(SyncError, match=r"PAUSING took longer than 3 s.*fenced: engine-1"):
@@ -400,10 +406,7 @@ async def test_who_hangs_in_the_pause_and_after_it_is_not_waited_for_as_long_as_
 async def test_who_is_only_slow_to_pause_goes_on_at_the_old_version(
     world: FakeWorld, heals: bool
 ) -> None:
-    parts = Parts(world, options=PATIENT)
-    await parts.start()
-    parts.fleet.heals = heals
-    world.faults.block("engine-1", "pause")
+    parts = await late_to_pause(world, heals)
     world.faults.delay("engine-1", "resume", LATE_S - 1)
     with pytest.raises(SyncError, match=r"PAUSING took longer than 3 s"):
         await parts.swap()
@@ -414,9 +417,7 @@ async def test_who_is_only_slow_to_pause_goes_on_at_the_old_version(
 
 
 async def test_who_was_not_late_has_all_the_time_to_resume(world: FakeWorld) -> None:
-    parts = Parts(world, options=PATIENT)
-    await parts.start()
-    world.faults.block("engine-1", "pause")
+    parts = await late_to_pause(world)
     world.faults.delay("engine-2", "resume", LATE_S + 20)
     with pytest.raises(SyncError):
         await parts.swap()

@@ -173,10 +173,15 @@ async def test_engines_that_die_in_a_sync_are_told_by_the_sync(
     check_the_end(rig, left.value)
 
 
-async def test_a_run_that_fails_behind_a_sync_is_told_by_the_sync() -> None:
+def failing_behind_a_sync() -> Rig:
     rig = make_rig(FakeWorld(), 1, validation=DIGEST, recovery=TRIES)
     rig.world.faults.block("trainer", "stage")
     rig.world.faults.fail("engine-0", "generate", call=6, error=EngineError("engine-0", "bad"))
+    return rig
+
+
+async def test_a_run_that_fails_behind_a_sync_is_told_by_the_sync() -> None:
+    rig = failing_behind_a_sync()
     with pytest.raises(EngineError, match="engine engine-0: bad") as left:
         async with rig.orchestrator as o:
             with pytest.raises(EngineError, match="engine engine-0: bad") as caught:
@@ -186,9 +191,7 @@ async def test_a_run_that_fails_behind_a_sync_is_told_by_the_sync() -> None:
 
 
 async def test_syncs_of_other_tasks_are_told_too() -> None:
-    rig = make_rig(FakeWorld(), 1, validation=DIGEST, recovery=TRIES)
-    rig.world.faults.block("trainer", "stage")
-    rig.world.faults.fail("engine-0", "generate", call=6, error=EngineError("engine-0", "bad"))
+    rig = failing_behind_a_sync()
     with pytest.raises(EngineError, match="engine engine-0: bad") as left:
         async with rig.orchestrator as o:
             others = [asyncio.create_task(o.sync()) for _ in range(2)]
