@@ -27,7 +27,7 @@ from .recorder import Copy, NoPlan, Recorder, Unfit, unchanged
 from .region import Region
 from .runs import Pair, Runs
 
-__all__ = ["Bound", "Copy", "LoadPlan", "NoPlan", "Region", "Unfit"]
+__all__ = ["Bound", "Copy", "LoadPlan", "NoPlan", "Region", "Unfit", "must_fit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class LoadPlan:
         NoPlan, saying why, if that is not a set of copies that fills every parameter once; Unfit
         if names or shapes are missing, unexpected or not the model's.
         """
-        recorder = Recorder(model, specs)
-        with unchanged(model):
-            recorder.run()
-        covered = coverage_of(model, recorder.writes)
-        if covered.nothing:
-            raise Unfit("; ".join(filter(None, (covered.nothing, covered.wrong))))
-        if covered.wrong:
-            raise NoPlan(covered.wrong)
+        for name, parameter in model.named_parameters():
+            if parameter.numel() == 0:
+                raise NoPlan(f"{name} is empty: its weight was re-packed")
+            if parameter.is_meta:
+                raise NoPlan(f"{name} is on the meta device: the model is not loaded")
+        recorder, wrong = _recorded(model, specs)
+        if wrong:
+            raise NoPlan(wrong)
         copies = tuple(recorder.copies)
         used = {copy.name for copy in copies}
         return cls(
@@ -106,6 +106,30 @@ class LoadPlan:
         for copy in self.copies:
             if copy.name not in lossy:
                 yield copy.name, copy.source, copy.target.to(copy.dtype)
+
+
+def must_fit(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> None:
+    """Unfit if ``model`` cannot load all of itself from ``specs``. Silent where nobody can tell.
+
+    The model may be on the meta device.
+    """
+    try:
+        _recorded(model, specs)
+    except Unfit:
+        raise
+    except NoPlan:
+        return
+
+
+def _recorded(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> tuple[Recorder, str]:
+    """What ``model.load_weights`` writes, and what is wrong with that, in words."""
+    recorder = Recorder(model, specs)
+    with unchanged(model):
+        recorder.run()
+    covered = coverage_of(model, recorder.writes)
+    if covered.missing:
+        raise Unfit("; ".join(filter(None, (covered.missing, covered.wrong))))
+    return recorder, covered.wrong
 
 
 class Bound:

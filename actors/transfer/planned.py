@@ -6,7 +6,8 @@ the plan, were found to be what arrived: the first update always takes the layer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,7 +17,10 @@ from orchestrator.types import TensorSpec
 from . import vllm_model
 from .digest import Digester, Part, parts_of
 from .layout import Layout
-from .plan import LoadPlan, NoPlan, Unfit
+from .plan import LoadPlan, NoPlan, Unfit, must_fit
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""What torch's DistributedDataParallel, compile, FSDP and checkpointing put into names."""
 
 
 class Planned:
@@ -76,12 +80,8 @@ class Planned:
             self._reason = f"{derived[0]}{more}"
             return
         try:
-            plan = LoadPlan.record(self._model, specs)
-        except Unfit as error:
-            raise ChannelError(
-                f"the trainer's tensors do not fit the engine's model: {error}. Both sides need "
-                "one architecture, and names as in the checkpoint"
-            ) from error
+            with _refused(specs):
+                plan = LoadPlan.record(self._model, specs)
         except NoPlan as error:
             self._reason = str(error)
             return
@@ -89,6 +89,18 @@ class Planned:
             self._reason = f"the model holds {plan.lossy[0]} in fewer bits than are sent"
             return
         self._plan = plan
+
+    def must_fit(self, layout: Layout) -> None:
+        """ChannelError if the tensors do not fit a model whose weights are re-packed.
+
+        :meth:`record` says so of the others, but for those that vLLM computes weights for: what
+        these load is known when they have loaded it.
+        """
+        if self._refused or self._plan is not None or not vllm_model.only_packed(self._model):
+            return
+        specs = [slot.spec for slot in layout.slots]
+        with _refused(specs), vllm_model.as_created(self._model):
+            must_fit(self._model, specs)
 
     def prove(self, arrived: Mapping[str, torch.Tensor]) -> None:
         """Trust the plan if vLLM's own loader put ``arrived`` where the plan would have.
@@ -126,3 +138,17 @@ class Planned:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {spec.name: spec.shape for spec in self._specs}
+
+
+@contextlib.contextmanager
+def _refused(specs: Sequence[TensorSpec]) -> Iterator[None]:
+    """Unfit is the channel's end: no way to load ``specs`` would work."""
+    try:
+        yield
+    except Unfit as error:
+        parts = {part for spec in specs for part in spec.name.split(".")}
+        wrapped = next((f". {name!r} in names is a wrapper's" for name in _WRAPPERS & parts), "")
+        raise ChannelError(
+            f"the trainer's tensors do not fit the engine's model: {error}; both sides need "
+            f"one architecture, and names as in the checkpoint{wrapped}"
+        ) from error

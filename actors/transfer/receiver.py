@@ -112,6 +112,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
                 self._planned.forget("a failed update left the model half-loaded")
             else:
                 self._planned.record(layout)
+                self._planned.must_fit(layout)
             return self._planned.proven is None and not issubclass(inbox_cls, NativeInbox)
 
         self._inbox = inbox_cls(invitation, rank, accept, self.device)

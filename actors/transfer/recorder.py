@@ -89,11 +89,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def run(self) -> None:
         """Record (NoPlan)."""
-        for name, parameter in self._model.named_parameters():
-            if parameter.numel() == 0:
-                raise NoPlan(f"{name} is empty: its weight was re-packed")
-            if parameter.is_meta:
-                raise NoPlan(f"{name} is on the meta device: the model is not loaded")
         try:
             with vllm_model.loading_context(), torch.no_grad(), self:
                 self._model.load_weights(self._feed())  # type: ignore[operator]

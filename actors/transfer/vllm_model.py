@@ -36,6 +36,49 @@ def derived_weights(model: torch.nn.Module) -> Iterator[str]:
             yield f"{name or type(model).__name__}: {reason}"
 
 
+def only_packed(model: torch.nn.Module) -> bool:
+    """Whether nothing but re-packing is done to the weights: they are loaded as they are sent."""
+    return not hasattr(model, "process_weights_after_loading") and not any(
+        _quantised(module) or _absorbed(module) for module in model.modules()
+    )
+
+
+@contextlib.contextmanager
+def as_created(model: torch.nn.Module) -> Iterator[None]:
+    """In the block ``model`` has the parameters it was made with, on the meta device.
+
+    Those are what a reload would load into. Nobody may run the model meanwhile.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    ties = tied_parameters(model)
+    live = [(module, dict(module._parameters)) for module in model.modules()]
+    try:
+        for module, _ in live:
+            made, _buffers = get_layerwise_info(module).restore_metadata
+            for name in made and [n for n in module._parameters if n not in SKIP_TENSORS]:
+                del module._parameters[name]
+            for name, placeholder in made.items():
+                # A twin: vLLM's own is what the next reload starts from.
+                parameter = restore_layer_refs(to_meta_tensor(placeholder), module)
+                loader: Any = getattr(parameter, "weight_loader", None)
+                while getattr(loader, "__name__", "") == "online_process_loader":
+                    loader = loader.__wrapped__  # left there by the last reload
+                if loader is not None:
+                    parameter.weight_loader = loader
+                module._parameters[name] = parameter
+        for name, first in ties.items():
+            owner, _, own = name.rpartition(".")
+            model.get_submodule(owner)._parameters[own] = model.get_parameter(first)
+        yield
+    finally:
+        for module, parameters in live:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+
+
 def _packed(layer: torch.nn.Module) -> str:
     # Plain functions read the weight they are given; a closure holds its own copy.
     if getattr(getattr(layer, "cpu_linear", None), "__closure__", None):
@@ -43,25 +86,36 @@ def _packed(layer: torch.nn.Module) -> str:
     for copy in ("_cpu_unpacked_conv_weight", "_bf16x3_weight", "_moonep_weight_layout"):
         if getattr(layer, copy, None) is not None:
             return f"vLLM computes with a copy of its weight ({copy})"
-    return ""
+    return _packed_experts(layer)
 
 
-def _quantised(layer: torch.nn.Module) -> str:
+def _packed_experts(layer: torch.nn.Module) -> str:
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    method = getattr(layer, "quant_method", None)
-    if isinstance(method, FusedMoEModularMethod):
-        method = method.old_quant_method
+    method = _method(layer)
     if isinstance(method, UnquantizedFusedMoEMethod):
         # The other kernels want the experts swapped, padded or in blocks.
         backend = method.unquantized_backend.name
         if backend not in ("TRITON", "BATCHED_TRITON"):
             return f"experts are re-packed for the {backend} kernel"
-    elif isinstance(method, QuantizeMethodBase):
+    return ""
+
+
+def _method(layer: torch.nn.Module) -> object:
+    from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
+
+    method = getattr(layer, "quant_method", None)
+    return method.old_quant_method if isinstance(method, FusedMoEModularMethod) else method
+
+
+def _quantised(layer: torch.nn.Module) -> str:
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    method = _method(layer)
+    if isinstance(method, QuantizeMethodBase) and not isinstance(method, UnquantizedFusedMoEMethod):
         plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
         known = [kind.process_weights_after_loading for kind in plain]
         # GateLinear's only makes the copy that _packed looks for.

@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 
 from actors.transfer import vllm_model
 from actors.transfer.digest import digest_all, parts_of
-from actors.transfer.layout import dtype_name
+from actors.transfer.layout import Layout, dtype_name
 from actors.transfer.plan import LoadPlan, NoPlan
+from actors.transfer.planned import Planned
+from orchestrator.errors import ChannelError
 from orchestrator.types import TensorSpec
 
 COMMON = {
@@ -142,7 +144,36 @@ def processed(make: Any, config: Any, folder: Path) -> dict[str, Any]:
         LoadPlan.record(model, specs_of(tensors))
     except NoPlan as error:
         result["reason"] = str(error)
+    result["foretold"] = foretold(model, tensors)
+    vllm_model.begin_reload(model, config, interrupted=False)
+    model.load_weights(iter(tensors.items()))
+    vllm_model.end_reload(model, config)
+    result["foretold after a reload"] = foretold(model, tensors)
     return result
+
+
+def foretold(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """What is said of several checkpoints before a model that is re-packed loads them."""
+    norm, key = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight"
+    cases = {
+        "the same": tensors,
+        "missing": {n: t for n, t in tensors.items() if n != norm},
+        "partly missing": {n: t for n, t in tensors.items() if n != key},
+        "misshaped": {n: t[:-4] if n == key else t for n, t in tensors.items()},
+        "wrapped": {f"module.{n}": t for n, t in tensors.items()},
+    }
+    before, attributes = held_by(model), attributes_of(model)
+    said = {}
+    for name, case in cases.items():
+        said[name] = ""
+        planned = Planned(model)
+        try:
+            planned.must_fit(Layout.of(specs_of(case)))
+        except ChannelError as error:
+            said[name] = str(error)
+    touched = differing(before, held_by(model)) or attributes_of(model) != attributes
+    said["touched"] = str(touched or "")
+    return said
 
 
 class Maker:

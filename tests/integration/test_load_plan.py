@@ -133,6 +133,19 @@ def test_what_a_cpu_engine_re_packs_is_reported(alone: Found, model: str) -> Non
     assert "is empty: its weight was re-packed" in found["reason"]
 
 
+@pytest.mark.parametrize("when", ["foretold", "foretold after a reload"])
+@pytest.mark.parametrize("model", MODELS)
+def test_names_that_do_not_fit_a_re_packed_model_are_named_before_it_loads(
+    alone: Found, model: str, when: str
+) -> None:
+    said = alone[f"{model} processed"][when]
+    assert said["touched"] == "" and said["the same"] == ""
+    assert "1 parameters get nothing: model.norm.weight" in said["missing"]
+    assert "layers.1.self_attn.qkv_proj.weight gets" in said["partly missing"]
+    assert "model.layers.1.self_attn.k_proj.weight" in said["misshaped"]
+    assert "'module' in names is a wrapper's" in said["wrapped"]
+
+
 def test_plain_layers_derive_nothing_and_experts_of_a_cpu_do(alone: Found) -> None:
     assert alone["llama bfloat16"]["derived before"] == []
     assert alone["qwen3 bfloat16"]["derived before"] == []
