@@ -94,15 +94,14 @@ def _explain(
                 }[kind]
         return ""
 
-    details = error.errors(include_url=False)
-    first, more = details[0], len(details) - 1
-    if first["type"] == "conflict":
-        given = [where for f in first["ctx"]["fields"] if (where := origin(f))]
-        text = first["msg"] + (f" ({'; '.join(given)})" if given else "")
-    else:
-        name = str(first["loc"][0]) if first["loc"] else "settings"
-        text = f"{origin(name) or name}: {_reason(name, first)}"
-    return text + (f" (and {more} more)" if more else "")
+    def explained(detail: ErrorDetails) -> str:
+        if detail["type"] == "conflict":
+            given = [where for f in detail["ctx"]["fields"] if (where := origin(f))]
+            return detail["msg"] + (f" ({'; '.join(given)})" if given else "")
+        name = str(detail["loc"][0]) if detail["loc"] else "settings"
+        return f"{origin(name) or name}: {_reason(name, detail)}"
+
+    return "; ".join(map(explained, error.errors(include_url=False)))
 
 
 def _reason(name: str, detail: ErrorDetails) -> str:

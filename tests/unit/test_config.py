@@ -234,7 +234,7 @@ def test_settings_are_frozen() -> None:
         ("--executor uni --tensor-parallel-size 2", ["executor uni", "auto, mp or ray"]),
         ("--validate digest --fresh-every 2", ["fresh_every 2", "add fresh to validate"]),
         ("--max-model-len 64", ["110 new tokens", "context of 64", "--max-model-len 64"]),
-        ("--steps 0 --seed -1", ["--steps 0", "(and 1 more)"]),
+        ("--steps 0 --seed -1", ["--steps 0: must be at least 1; --seed -1: must be at least 0"]),
     ],
 )
 def test_a_mistake_in_a_flag_is_one_line(argv: str, parts: list[str]) -> None:
