@@ -23,11 +23,16 @@ from orchestrator.types import TensorSpec
 from . import runs
 from .coverage import coverage_of
 from .layout import dtype_name, dtype_of
-from .recorder import Copy, NoPlan, Recorder, Unfit, unchanged
+from .recorder import Copy, NoPlan, Recorder, Unfit, shortened, unchanged
 from .region import Region
 from .runs import Pair, Runs
 
 __all__ = ["Bound", "Copy", "LoadPlan", "NoPlan", "Region", "Unfit", "must_fit"]
+
+
+_TOLD = 5
+"""Tensors that are named when a checkpoint does not fit; more would be a wall of text."""
+_LETTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +128,26 @@ def must_fit(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> None:
 
 def _recorded(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> tuple[Recorder, str]:
     """What ``model.load_weights`` writes, and what is wrong with that, in words."""
-    recorder = Recorder(model, specs)
-    with unchanged(model):
-        recorder.run()
-    covered = coverage_of(model, recorder.writes)
-    if covered.missing:
-        raise Unfit("; ".join(filter(None, (covered.missing, covered.wrong))))
+    left, problems = list(specs), list[str]()
+    while True:
+        recorder = Recorder(model, left)
+        try:
+            with unchanged(model):
+                recorder.run()
+        except Unfit as error:
+            # The others are tried without it, so that all that is wrong is told.
+            problems.append(str(error))
+            left = [spec for spec in left if spec.name != recorder.current]
+            if len(problems) < _TOLD and left:
+                continue
+            break
+        covered = coverage_of(model, recorder.writes)
+        if covered.missing:
+            problems += filter(None, (covered.missing, covered.wrong))
+        break
+    if problems:
+        limit = _LETTERS // len(problems)
+        raise Unfit("; ".join(shortened(problem, limit) for problem in problems), _LETTERS)
     return recorder, covered.wrong
 
 

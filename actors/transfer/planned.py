@@ -35,6 +35,7 @@ class Planned:
         self._plan: LoadPlan | None = None
         self._proven = False
         self._digester: Digester | None = None
+        self._ties: dict[str, str] = {}
 
     @property
     def proven(self) -> LoadPlan | None:
@@ -50,7 +51,9 @@ class Planned:
     @property
     def unused(self) -> Sequence[str]:
         """Tensors that the model has no place for."""
-        return () if self._plan is None else self._plan.unused
+        if self._plan is None:
+            return ()
+        return [name for name in self._plan.unused if name not in self._ties]
 
     def describe(self) -> str:
         """In words."""
@@ -62,7 +65,7 @@ class Planned:
     def forget(self, reason: str) -> None:
         """There is no plan any more."""
         self._plan, self._proven, self._reason = None, False, reason
-        self._digester = None
+        self._digester, self._ties = None, {}
 
     def record(self, layout: Layout) -> None:
         """Make a plan for ``layout``, unless there is one for it already.
@@ -89,6 +92,8 @@ class Planned:
             self._reason = f"the model holds {plan.lossy[0]} in fewer bits than are sent"
             return
         self._plan = plan
+        ties = vllm_model.tied_parameters(self._model)
+        self._ties = {name: first for name, first in ties.items() if name in plan.unused}
 
     def must_fit(self, layout: Layout) -> None:
         """ChannelError if the tensors do not fit a model whose weights are re-packed.
@@ -105,7 +110,8 @@ class Planned:
     def prove(self, arrived: Mapping[str, torch.Tensor]) -> None:
         """Trust the plan if vLLM's own loader put ``arrived`` where the plan would have.
 
-        Call it after a layerwise reload. A plan that fails is dropped, with the tensor as reason.
+        Call it after a layerwise reload. Else TransferError: the model holds something that was
+        not sent, and nobody could tell what.
         """
         plan = self._plan
         assert plan is not None
@@ -113,19 +119,25 @@ class Planned:
             sources = ((c.name, c.source, c.source.of(arrived[c.name])) for c in plan.copies)
             sent, held = parts_of(sources, self._shapes()), self.parts()
         except Exception as error:
-            self.forget(f"it could not be checked: {type(error).__name__}: {error}")
-            return
+            raise TransferError(
+                "what vLLM's own loader left in the model could not be compared with what came: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         wrong = [name for name, part in sent.items() if held.get(name) != part]
         if wrong:
-            self.forget(
-                f"vLLM's own loader leaves {wrong[0]} otherwise than it came "
-                f"({len(wrong)} such tensors): it is re-packed after loading"
+            raise TransferError(
+                f"vLLM's own loader left {wrong[0]} otherwise than it came ({len(wrong)} such "
+                "tensors): another tensor was loaded over it (an output head that the engine's "
+                "config ties to the embedding?), or this vLLM re-packs it. Send what the engine's "
+                "checkpoint holds"
             )
-        else:
-            self._proven = True
+        self._proven = True
 
     def parts(self) -> dict[str, Part]:
-        """Digest of what the model holds, by checkpoint tensor (TransferError without a plan)."""
+        """Digest of what the model holds, by checkpoint tensor (TransferError without a plan).
+
+        Of a tensor that the model ties to another one: of that one, which it holds instead.
+        """
         plan = self._plan
         if plan is None:
             raise TransferError(f"what the model holds cannot be read back: {self._reason}")
@@ -134,7 +146,8 @@ class Planned:
         digester = self._digester or Digester(plan.live(), self._shapes())
         if not plan.widens:  # else it reads copies, made now
             self._digester = digester
-        return digester.parts()
+        parts = digester.parts()
+        return parts | {name: parts[first] for name, first in self._ties.items() if first in parts}
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {spec.name: spec.shape for spec in self._specs}

@@ -161,6 +161,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
             raise TransferError(
                 "the update did not arrive whole: only a complete new one makes the weights usable"
             )
+        self._must_agree()
         vllm_model.end_reload(self.model, self.model_config)
         vllm_model.refresh_tied(self.model, self._tied)
         self._reloading = self._loaded = False
@@ -301,10 +302,27 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
                 f"{_some(missing)}. The trainer's checkpoint names must cover the engine's model"
             )
 
+    def _must_agree(self) -> None:
+        """TransferError if two tensors came for one weight and differ: one would be lost."""
+        inbox = self._opened()
+        if isinstance(inbox, NativeInbox):
+            return
+        came = inbox.views()
+        for name, first in self._tied.items():
+            if name in came and first in came and not _same_bits(came[name], came[first]):
+                raise TransferError(
+                    f"{name} and {first} came with different values, and the engine's config ties "
+                    "them to one weight: tie them in the trainer too, or untie the engine's"
+                )
+
     def _noted(self, inbox: Inbox, sync_id: str) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in inbox.tensors(sync_id):
             self._current = name
             yield name, tensor
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _some(names: set[str], limit: int = 8) -> str:

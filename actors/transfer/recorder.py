@@ -26,12 +26,16 @@ _SAME_ELEMENTS = frozenset({_aten._to_copy.default, _aten.clone.default})
 _FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
 
 
+def shortened(text: str, limit: int) -> str:
+    """``text``, cut to ``limit`` letters."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 class NoPlan(Exception):
     """The weights cannot be loaded by plain copies; the text, one line, says why."""
 
     def __init__(self, reason: str, limit: int = 400) -> None:
-        line = " ".join(reason.split())
-        super().__init__(line if len(line) <= limit else line[: limit - 3] + "...")
+        super().__init__(shortened(" ".join(reason.split()), limit))
 
 
 class Unfit(NoPlan):
@@ -73,7 +77,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: torch.nn.Module, specs: Sequence[TensorSpec]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._specs = model, specs
-        self._current = "no tensor yet"
+        self.current = "no tensor yet"
+        """The tensor that the loader got last."""
         self._sources: dict[int, _Source] = {}
         self._casts: dict[tuple[int, torch.dtype], _Source] = {}
         self._computed: dict[int, tuple[torch.Tensor, str]] = {}
@@ -103,11 +108,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise (Unfit if misshaped else NoPlan)(self._raised(error)) from error
 
     def _raised(self, error: Exception) -> str:
-        return f"{self._current}: load_weights raised {type(error).__name__}: {error}"
+        return f"{self.current}: load_weights raised {type(error).__name__}: {error}"
 
     def _feed(self) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in self._specs:
-            self._current = spec.name
+            self.current = spec.name
             dtype = dtype_of(spec.dtype)
             tensor = torch.empty(spec.shape, dtype=dtype, device="meta")
             self._sources[_storage(tensor)] = _Source(spec, tensor, (dtype,))
@@ -141,15 +146,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = self._sources.get(_storage(value))
         if source is None:
             why = self._computed.get(_storage(value), (None, "no checkpoint tensor"))[1]
-            raise NoPlan(f"{self._current}: {self._name(target)} is loaded from {why}")
+            raise NoPlan(f"{self.current}: {self._name(target)} is loaded from {why}")
         name = source.spec.name
         if value.dtype != source.dtypes[-1] or value.is_conj() or value.is_neg():
             raise NoPlan(f"{name}: {self._name(target)} is loaded from other bits of it")
         if value.numel() != target.numel():
-            raise NoPlan(
-                f"{name}: {tuple(value.shape)} is repeated to fill {tuple(target.shape)} of "
-                f"{self._name(target)}"
-            )
+            shapes = tuple(value.shape), f"{tuple(target.shape)} of {self._name(target)}"
+            if not _expands(value.shape, target.shape):
+                raise Unfit(f"{name}: {shapes[0]} does not go into {shapes[1]}")
+            raise NoPlan(f"{name}: {shapes[0]} is repeated to fill {shapes[1]}")
         if target.numel() == 0:
             return
         if rounds := _rounds_on_the_way((*source.dtypes, target.dtype)):
@@ -172,7 +177,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             n > 1 and stride == 0 for n, stride in zip(plain.shape, plain.stride(), strict=True)
         ):
             raise NoPlan(
-                f"{self._current}: {self._name(target)} is written through an expanded view"
+                f"{self.current}: {self._name(target)} is written through an expanded view"
             )
         if plain.numel():
             self.writes.append((by, plain))
@@ -195,7 +200,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in _tensors(values):
             storage = _storage(value)
             if storage in self._held:
-                raise NoPlan(f"{self._current}: {func} changes {self._name(value)}")
+                raise NoPlan(f"{self.current}: {func} changes {self._name(value)}")
             if storage in self._sources:
                 raise NoPlan(f"{self._sources[storage].spec.name}: {func} changes it")
 
@@ -279,6 +284,14 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.storage_offset() == other.storage_offset()
         and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
     )
+
+
+def _expands(shape: torch.Size, into: torch.Size) -> bool:
+    """Whether ``copy_`` would take it."""
+    try:
+        return bool(torch.broadcast_shapes(shape, into) == into)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -91,7 +91,9 @@ class Rendezvous:
         answers = self.client.get(keys, patience * self.client.timeout_s)
         for key, answer in zip(keys, answers, strict=True):
             if answer != _OK:
-                raise ChannelError(f"{key}: {answer.decode(errors='replace')}")
+                _, asked, rank = key.partition("/")
+                who = f"rank {rank}" if asked else "the sender"
+                raise ChannelError(f"{who}: {answer.decode(errors='replace')}")
 
     def put(self, key: str, value: str) -> None:
         """Publish ``value``."""

@@ -502,6 +502,33 @@ async def test_two_workers_with_a_tied_head_get_the_same_bytes(
     assert completion.token_ids == tuple(out[0, len(request.prompt.token_ids) :].tolist())
 
 
+async def test_a_head_that_the_engine_ties_must_be_its_embedding(
+    pair: tuple[Doomed, Doomed],
+) -> None:
+    rig = pair[1].rig
+    honest = rig.sender, rig.use
+    embedding = state(pair[1].model)["model.embed_tokens.weight"]
+    tensors = {
+        "tied": state(pair[1].model) | {"lm_head.weight": embedding},
+        "untied": state(pair[1].model) | {"lm_head.weight": embedding.flip(0)},
+    }
+    rig.sender = LocalSender(tensors)
+    rig.use = rig.sender.use
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await rig.open()
+            with pytest.raises(TransferError, match="came with different values") as caught:
+                await rig.swap("untied")
+            assert "lm_head.weight and model.embed_tokens.weight" in str(caught.value)
+            await rig.open()
+            swapped = await rig.swap("tied")
+            assert await rig.engine.digests(swapped.update) == swapped.sent
+    finally:
+        await rig.sender.aclose()
+        rig.sender, rig.use = honest
+        await rig.open()
+
+
 async def test_kill_of_the_engine_core_fails_everything_at_once(
     pair: tuple[Doomed, Doomed],
 ) -> None:

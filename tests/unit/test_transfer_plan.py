@@ -12,7 +12,7 @@ from torch import nn
 from actors.transfer import vllm_model
 from actors.transfer.digest import digest_all, parts_of, whole
 from actors.transfer.layout import Layout, dtype_name
-from actors.transfer.plan import LoadPlan, NoPlan
+from actors.transfer.plan import LoadPlan, NoPlan, Unfit
 from actors.transfer.planned import Planned
 from actors.transfer.region import Region
 from orchestrator.errors import ChannelError, TransferError
@@ -326,6 +326,25 @@ def test_parameters_without_a_tensor_are_named() -> None:
         LoadPlan.record(Model(plain, a=(2,), b=(2,), c=(1,)), specs_of(checkpoint(a=(2,))))
 
 
+def test_all_that_does_not_fit_is_named_at_once() -> None:
+    model = Model(plain, a=(2,), b=(2,), c=(1,), d=(4,))
+    wrong = checkpoint(a=(2,), b=(3,), x=(1,), y=(1,), d=(4,))
+    with pytest.raises(Unfit) as caught:
+        LoadPlan.record(model, specs_of(wrong))
+    said = str(caught.value)
+    for words in (
+        "b: (3,) does not go into (2,) of b",
+        "x: load_weights raised KeyError",
+        "y: load_weights",
+    ):
+        assert words in said
+    assert said.endswith("2 parameters get nothing: b, c")
+    many = checkpoint(**{f"x{i}": (1,) for i in range(100)})
+    with pytest.raises(Unfit) as caught:
+        LoadPlan.record(model, specs_of(many))
+    assert str(caught.value).count("raised KeyError") == 5 and len(str(caught.value)) <= 1000
+
+
 def test_a_repacked_weight_is_refused() -> None:
     model = Model(plain, w=(2, 2), packed=(0,))
     with pytest.raises(NoPlan, match="packed is empty: its weight was re-packed"):
@@ -403,16 +422,18 @@ def test_a_plan_is_used_once_proven_and_not_when_parameters_have_moved(
     assert found.wants_proof
 
 
-def test_a_plan_that_a_reload_contradicts_is_dropped(
+def test_a_reload_that_contradicts_the_plan_is_no_success(
     planned: tuple[Model, Planned, Layout],
 ) -> None:
     model, found, layout = planned
     found.record(layout)
-    found.prove({"w": model.w.data.flip(0)})
-    assert found.proven is None and not found.wants_proof
-    assert "leaves w otherwise than it came" in found.describe()
-    with pytest.raises(TransferError, match="cannot be read back"):
-        found.parts()
+    with pytest.raises(TransferError, match=r"left w otherwise than it came \(1 such tensors\)"):
+        found.prove({"w": model.w.data.flip(0)})
+    assert found.proven is None and found.wants_proof
+    with pytest.raises(TransferError, match="could not be compared with what came: KeyError"):
+        found.prove({})
+    found.prove({"w": model.w.data.clone()})
+    assert found.proven is not None
 
 
 def test_tensors_that_do_not_fit_are_refused_and_lora_has_no_plan(
