@@ -133,6 +133,24 @@ async def test_a_bit_that_flips_in_the_second_copy_is_found_in_the_live_weights(
         assert await rig.engine.digests(healed.update) == healed.sent
 
 
+async def test_a_bit_that_flips_in_the_model_after_a_replay_is_found_in_its_tensor(
+    rig: StagedRig,
+) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        proof = await rig.swap("a")
+        assert await rig.engine.digests(proof.update) == proof.sent
+        await rig.proven.wait()
+        rig.fault("FLIP_LIVE", "model.layers.1.mlp.gate_up_proj.weight")  # no tensor arrives so
+        swapped = await rig.swap("b")
+        rig.fault()
+        held = await rig.engine.digests(swapped.update)
+        assert {n for n in swapped.sent if held[n] != swapped.sent[n]} == {
+            "model.layers.1.mlp.gate_proj.weight"
+        }
+        healed = await rig.swap("a")
+        assert await rig.engine.digests(healed.update) == healed.sent
+
+
 async def test_what_was_not_fetched_costs_no_pause(rig: StagedRig) -> None:
     async with asyncio.timeout(DEADLINE_S):
         await rig.swap("a")

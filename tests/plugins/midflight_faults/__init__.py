@@ -5,6 +5,8 @@ running, as lines ``NAME=value`` in the file named by ``MIDFLIGHT_TEST_FAULT_FIL
 read at each use:
 
 - ``MIDFLIGHT_TEST_FLIP_BIT=tensor.name``: one bit of that tensor arrives wrong.
+- ``MIDFLIGHT_TEST_FLIP_LIVE=parameter.name``: one bit of that parameter of the model flips after
+  an update was applied by the load plan.
 - ``MIDFLIGHT_TEST_FAIL_TENSOR=tensor.name``: loading that tensor raises.
 - ``MIDFLIGHT_TEST_DROP_TENSOR=tensor.name``: that tensor is received and not loaded.
 - ``MIDFLIGHT_TEST_BAD_PATTERN=1``: one bit of the known pattern arrives wrong.
@@ -77,6 +79,12 @@ def faulty_receiver() -> type[Any]:
 
     class FaultyReceiver(Receiver):
         inboxes = INBOXES | {TransferBackend.GLOO: FaultyInbox}
+
+        def replay(self, sync_id: str) -> bool:
+            replayed = super().replay(sync_id)
+            if replayed and (name := fault("FLIP_LIVE")):
+                self.model.get_parameter(name).data.view(torch.uint8).view(-1)[0] ^= 1
+            return replayed
 
     return FaultyReceiver
 
