@@ -112,3 +112,21 @@ def test_work_aside_is_done_when_the_device_is_done_with_it() -> None:
     aside.start("test", work, done)
     aside.finish()
     assert seen == [[3.0]]
+
+
+def test_work_aside_leaves_alone_what_a_queued_copy_still_reads() -> None:
+    device = torch.device("cuda", 0)
+    buffer, model = torch.full((1000,), 1.0, device=device), torch.zeros(1000, device=device)
+    aside = Aside(device)
+    torch.cuda.synchronize()
+
+    def prefetch() -> Answer:
+        buffer.fill_(2.0)
+        return {}
+
+    torch.cuda._sleep(50_000_000)
+    model.copy_(buffer)
+    aside.start("test", prefetch)
+    aside.finish()
+    torch.cuda.synchronize()
+    assert buffer.unique().tolist() == [2.0] and model.unique().tolist() == [1.0]
