@@ -16,6 +16,7 @@ from orchestrator.types import PhaseTimeouts, State, Swapped, WeightUpdate
 from . import vllm_compat
 from .core import Core
 from .in_flight import Requests
+from .transfer.wire_errors import from_wire
 from .weights import Weights
 
 
@@ -49,19 +50,21 @@ async def swap(
         requests.not_swapped(expected)
         weights.spoiled(f"update {update.sync_id}: {str(error) or type(error).__name__}")
         raise _failure(core, State.SYNCING, error, timeouts) from error
-    failed = answer.get("failed")
+    failed, reason = answer.get("failed"), answer.get("reason", "")
+    if (ours := from_wire(reason)) is not None:
+        reason = str(ours)
     if failed == State.RESUMING:
         weights.applied(update, 0.0)
     elif failed:
         requests.not_swapped(expected)
     if failed == State.SYNCING:
-        weights.spoiled(f"update {update.sync_id} did not arrive: {answer['reason']}")
+        weights.spoiled(f"update {update.sync_id} did not arrive: {reason}")
     if failed == State.PAUSING:
         weights.take_back()
         await _go_on(requests, timeouts)
     if failed:
-        why = answer["reason"] or str(PhaseTimeout(failed, timeouts.pausing, _named(core)))
-        raise SyncError(failed, f"{_named(core)}: {why}")
+        why = reason or str(PhaseTimeout(failed, timeouts.pausing, _named(core)))
+        raise SyncError(failed, f"{_named(core)}: {why}") from ours
     stats = weights.applied(update, answer["transfer"])
     if answer["paused"]:
         try:

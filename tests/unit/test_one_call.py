@@ -20,8 +20,9 @@ from actors.engine_settings import EngineSettings
 from actors.in_flight import Requests
 from actors.reporting import ActorReporter
 from actors.transfer.channel import Channel
+from actors.transfer.wire_errors import wire_errors
 from actors.weights import Weights
-from orchestrator.errors import EngineError, SyncError
+from orchestrator.errors import ChannelError, EngineError, SyncError, TransferError
 from orchestrator.types import (
     ChannelSpec,
     KVPolicy,
@@ -310,6 +311,34 @@ async def test_a_failure_says_its_phase_and_leaves_what_is_promised(
     assert caught.value.phase == phase
     assert actor.core.calls[actor.core.calls.index(call) + 1 :] == after
     await actor.left(version, paused, whole)
+
+
+@wire_errors
+def at_a_worker(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("at_hand", [False, True])
+@pytest.mark.parametrize("kind", [TransferError, ChannelError])
+@pytest.mark.parametrize("around", ["{}", "Worker failed with error '{}', see above"])
+async def test_what_a_worker_raised_is_told_in_its_own_words(
+    actor: Actor, at_hand: bool, kind: type[TransferError], around: str
+) -> None:
+    with pytest.raises(Exception, match="midflight") as sent:
+        at_a_worker(kind("1 parameters were not sent: 'w'"))
+    actor.core.at_hand = at_hand
+    actor.core.broken["apply"] = type(sent.value)(around.format(sent.value))
+    with pytest.raises(SyncError) as caught:
+        await actor.swap()
+    reason = "1 parameters were not sent: 'w'"
+    assert str(caught.value) == f"sync failed in SYNCING: engine e: {reason}"
+    assert (type(caught.value.__cause__), str(caught.value.__cause__)) == (kind, reason)
+    with pytest.raises(EngineError) as refused:
+        actor.weights.must_be_whole()
+    assert str(refused.value) == (
+        f"engine e: its weights are half applied (update s1 did not arrive: {reason}): "
+        "it may only serve after a whole new update"
+    )
 
 
 async def test_a_pause_that_takes_too_long_is_taken_back(actor: Actor) -> None:
