@@ -16,6 +16,7 @@ import torch
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import ChannelSpec, TensorSpec, TransferBackend, TransferStats, WeightUpdate
 
+from . import memory
 from .digest import Digester, check_tensor, digester
 from .layout import Layout, dtype_name, dtype_of, view
 
@@ -136,7 +137,11 @@ class Sender(ABC):
         """Leave the channel; a send blocked in another thread fails at once. Idempotent."""
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        """The flat staging buffer: zeroed, so that its padding is the same every time."""
+        """The flat staging buffer: zeroed, so that its padding is the same every time.
+
+        ChannelError if there is no memory for it.
+        """
+        memory.must_fit(nbytes, torch.device("cpu"), memory.SNAPSHOT)
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def _settle(self) -> None:  # noqa: B027 - a hook, host copies need nothing

@@ -21,7 +21,7 @@ import torch
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import ChannelSpec
 
-from . import agreement
+from . import agreement, memory
 from .aside import Aside
 from .channel import Channel
 from .digest import Part, parts_of
@@ -78,6 +78,9 @@ Accept = Callable[[Layout], bool | None]
 Returns whether an update needs all of its bytes in a buffer of the worker's, to load it in any
 order and to digest what was loaded: so it is until a load plan is proven.
 """
+
+
+_COPY = "a copy of the weights (staged transfers always need one, others for their first update)"
 
 
 class Inbox:
@@ -158,7 +161,7 @@ class Inbox:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """The flat uint8 buffer (ChannelError if there is no memory for it)."""
-        _must_fit(nbytes, self.device)
+        memory.must_fit(nbytes, self.device, _COPY)
         try:
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
@@ -337,20 +340,6 @@ class Inbox:
         return (
             f"{wrong} of {expected.numel()} bytes of the known pattern arrived wrong: this link "
             "does not carry data, nothing may be sent over it"
-        )
-
-
-def _must_fit(nbytes: int, device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    # What torch keeps of a former buffer is free, and not counted so.
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    if nbytes > free:
-        raise ChannelError(
-            f"a copy of the weights takes {nbytes / 1e9:.2f} GB (staged transfers always need one, "
-            f"others for their first update), {free / 1e9:.2f} of {total / 1e9:.0f} GB are free on "
-            f"{device}: lower --gpu-memory-utilization"
         )
 
 

@@ -26,12 +26,38 @@ from orchestrator.errors import ChannelError
 
 Handle = Mapping[str, object]
 
+SNAPSHOT = "the trainer's snapshot of the weights"
+
 _files: dict[int, tuple[int, int]] = {}
 """Address of a host buffer made here -> descriptor of its file, size in bytes."""
 
 
+def must_fit(nbytes: int, device: torch.device, what: str) -> None:
+    """ChannelError, with the numbers, unless ``device`` has memory for ``what`` now.
+
+    On the host the kernel hands out pages only when they are written: without this, more than
+    there is would not be refused, it would end some process then.
+    """
+    if device.type == "cuda":
+        # What torch keeps of a former buffer is free, and not counted so.
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        remedy = "lower --gpu-memory-utilization"
+    else:
+        host = psutil.virtual_memory()
+        free, total = host.available, host.total
+        remedy = "free some, start fewer engines on this machine or take a smaller model"
+    if nbytes > free:
+        raise ChannelError(
+            f"{what} takes {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} of {total / 1e9:.0f} GB are "
+            f"free on {device}: {remedy}"
+        )
+
+
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """Zeroed flat uint8 that :func:`export` takes (ChannelError if there is no memory)."""
+    if device.type == "cpu":
+        must_fit(nbytes, device, SNAPSHOT)
     try:
         if device.type != "cpu":
             return torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -96,10 +122,6 @@ def gpu_id(device: torch.device) -> str:
 
 
 def _host_buffer(nbytes: int) -> torch.Tensor:
-    # Pages come when they are written: more than there is would end some process then.
-    available = psutil.virtual_memory().available
-    if nbytes > available:
-        raise OSError(f"{available / 1e9:.2f} GB are available")
     descriptor = os.memfd_create("midflight")
     try:
         os.ftruncate(descriptor, nbytes)
