@@ -160,7 +160,8 @@ class Settings(BaseSettings):
 
     model: str = _opt(
         "tiny",
-        "what the engines start with: tiny, smollm2, a folder or a hub name",
+        "what the engines start with: tiny, smollm2, random:NAME (random:qwen3-1.7b), a folder or "
+        "a hub name",
         "models",
         min_length=1,
     )
