@@ -159,9 +159,9 @@ class Inbox:
         self.channel.link.broadcast(arrived)()
         return arrived.cpu()
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """The flat uint8 buffer (ChannelError if there is no memory for it)."""
-        memory.must_fit(nbytes, self.device, _COPY)
+    def allocate(self, nbytes: int, what: str = _COPY) -> torch.Tensor:
+        """A flat uint8 buffer (ChannelError if there is no memory for it)."""
+        memory.must_fit(nbytes, self.device, what)
         try:
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
@@ -203,8 +203,8 @@ class Inbox:
         """Each tensor of the update that is here."""
         return dict(self.layout.views(self.source()))
 
-    def trust_plan(self) -> None:
-        """From now on updates go by a proven plan; forget what only others need."""
+    def trust_plan(self, plan: LoadPlan) -> None:
+        """From now on updates go by ``plan``, proven: make ready, and forget what others need."""
         self.keeps = False
 
     def fetch(self) -> None:

@@ -22,6 +22,7 @@ from .channel import Channel
 from .gloo import LinkSender
 from .inbox import Accept, Inbox, Invitation
 from .link import Link, Wait
+from .plan import LoadPlan
 from .rendezvous import pattern
 
 
@@ -156,8 +157,8 @@ class IpcInbox(Inbox):
             return self.buffer()
         return torch.empty(0, dtype=torch.uint8) if self._mapped is None else self._mapped
 
-    def trust_plan(self) -> None:
-        super().trust_plan()
+    def trust_plan(self, plan: LoadPlan) -> None:
+        super().trust_plan(plan)
         if not self.invitation.staged:
             self._buffer = self._binding = None
 

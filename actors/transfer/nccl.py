@@ -205,25 +205,30 @@ class NcclInbox(Inbox):
             self.channel.run(waits.pop(0))
             yield group[-1].end
 
-    def trust_plan(self) -> None:
-        super().trust_plan()
+    def trust_plan(self, plan: LoadPlan) -> None:
+        super().trust_plan(plan)
         if not self.invitation.staged:
             self._buffer = self._binding = None
+            self._way = self._way_of(plan)  # now: its bucket is not to be made in a later pause
 
     def deliver(self, plan: LoadPlan, sync_id: str) -> None:
         if self.at_hand:
             super().deliver(plan, sync_id)
             return
         link = self._open_link()
-        way = self._way
-        if way is None or way.plan is not plan:
-            way = self._way = _Way(plan, self._groups(), self._room)
+        way = self._way = self._way_of(plan)
         with torch.no_grad():
             receive(link, way.arrivals, way.landed, self.channel.run)
 
+    def _way_of(self, plan: LoadPlan) -> _Way:
+        known = self._way
+        if known is not None and known.plan is plan:
+            return known
+        return _Way(plan, self._groups(), self._room)
+
     def _room(self, nbytes: int) -> torch.Tensor:
         if self._bucket is None or self._bucket.numel() < nbytes:
-            self._bucket = self.allocate(nbytes)
+            self._bucket = self.allocate(nbytes, "the bucket for tensors that are sliced or cast")
         return self._bucket
 
     def _groups(self) -> list[list[Slot]]:

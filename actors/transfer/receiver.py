@@ -172,8 +172,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._planned.record(inbox.layout)  # anew where the weights have moved or were half-loaded
         if self._planned.wants_proof:
             self._planned.prove(inbox.views())
-            if self._planned.proven is not None:
-                inbox.trust_plan()
+            if (plan := self._planned.proven) is not None:
+                inbox.trust_plan(plan)
 
     def shutdown(self) -> None:
         """Leave the channel."""

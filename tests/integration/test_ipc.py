@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from actors.transfer.base import make_sender
 from actors.transfer.inbox import Accept, Invitation
 from actors.transfer.ipc import IpcInbox, IpcSender
 from actors.transfer.layout import Layout
+from actors.transfer.plan import LoadPlan
 from orchestrator.errors import ChannelError, TransferError
 from orchestrator.types import (
     ChannelSpec,
@@ -211,7 +212,7 @@ def test_until_a_plan_is_trusted_the_worker_has_a_copy_too(threads: ThreadPoolEx
     assert group.holds(1.0)
     group.stage(2.0)
     assert (inbox.views()["w"] == 1.0).all()  # as loaded, whatever the sender has now
-    inbox.trust_plan()
+    inbox.trust_plan(cast(LoadPlan, object()))
     assert group.holds(2.0)
     group.stage(3.0)
     assert (inbox.views()["w"] == 3.0).all()

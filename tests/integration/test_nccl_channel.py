@@ -221,6 +221,23 @@ def test_ranks_that_nccl_is_set_up_unlike_for_are_refused(
         joined(threads, sender, 1)
 
 
+def test_the_bucket_is_there_before_the_first_pause_that_needs_it(
+    threads: ThreadPoolExecutor, gpus: list[str]
+) -> None:
+    sender = GlooForNccl(WEIGHTS.items)
+    (inbox,) = joined(threads, sender, 1)
+    model = Model()
+    inbox.trust_plan(model.plan)
+    bucket = inbox._bucket
+    assert bucket is not None and bucket.numel() > 0
+    sender.stage()
+    delivering = threads.submit(inbox.deliver, model.plan, "s1")
+    sender.send(UPDATE)
+    delivering.result(TIMEOUT_S)
+    assert inbox._bucket is bucket
+    sender.close()
+
+
 def test_a_new_plan_gets_new_places(threads: ThreadPoolExecutor, gpus: list[str]) -> None:
     sender = GlooForNccl(WEIGHTS.items)
     (inbox,) = joined(threads, sender, 1)
