@@ -23,6 +23,8 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from .transfer.wire_errors import in_words, must_be_well
+
 Answer = dict[str, Any]
 
 
@@ -49,7 +51,7 @@ class _Pending:
         self.answer.set_result({"requests": requests, **phases, "resumed_at": resumed_at})
 
     def failed(self, phase: str, error: BaseException | None) -> None:
-        reason = "" if error is None else f"{type(error).__name__}: {error}"
+        reason = "" if error is None else in_words(error)
         self.answer.set_result({"failed": phase, "reason": reason})
 
 
@@ -94,7 +96,7 @@ def _between_steps(core: Any, swap: _Pending) -> bool:
     requests = sum(core.scheduler.get_request_counts())
     began = time.perf_counter()
     try:
-        if core.model_executor.collective_rpc("midflight_replay", args=(swap.sync_id,)) != [True]:
+        if _ask_workers(core, "midflight_replay", swap.sync_id) != [True]:
             return False
         _label(core, swap.version)
     except Exception as error:
@@ -104,6 +106,12 @@ def _between_steps(core: Any, swap: _Pending) -> bool:
     ended = time.perf_counter()
     swap.done(requests, (began - swap.began, ended - began, 0.0, 0.0), ended)
     return True
+
+
+def _ask_workers(core: Any, method: str, sync_id: str) -> list[Any]:
+    answers = list(core.model_executor.collective_rpc(method, args=(sync_id,)))
+    must_be_well(answers)
+    return answers
 
 
 def _label(core: Any, version: str) -> None:
@@ -144,7 +152,7 @@ def _run(core: Any, swap: _Pending, paused: Future[None] | None) -> None:
         return
     requests = sum(core.scheduler.get_request_counts())
     try:
-        core.model_executor.collective_rpc("midflight_apply", args=(swap.sync_id,))
+        _ask_workers(core, "midflight_apply", swap.sync_id)
         usable = time.perf_counter()
         core.set_weight_version(swap.version)
     except Exception as error:

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 from orchestrator.errors import ConfigError
 from orchestrator.types import FinishReason, KVPolicy, PauseMode, PolicyVersion, TokenSpan
 
+from .transfer.wire_errors import must_be_well
+
 INITIAL_LABEL = "default"
 """vLLM's label of the weights an engine was started with; our version 0."""
 
@@ -403,11 +405,11 @@ def fail_requests(llm: Any, error: Exception) -> None:
 # weights, in the actor
 
 
-async def open_receivers(llm: Any, init_info: Mapping[str, Any]) -> None:
-    """Every worker joins the channel."""
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(init_info)))
+async def ask_workers(llm: Any, method: str, *args: Any) -> list[Any]:
+    """Every worker's answer to a method of ``WorkerExtension`` (WireError: what one raised)."""
+    answers = list(await llm.collective_rpc(method, args=args))
+    must_be_well(answers)
+    return answers
 
 
 async def set_version(llm: Any, version: PolicyVersion) -> None:

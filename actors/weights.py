@@ -91,7 +91,7 @@ class Weights:
         )
         self._channel, self._spec, self._first_rank = Channel(meeting), spec, first_rank
         try:
-            await self._core.or_death(vllm_compat.open_receivers(llm, {"invitation": invitation}))
+            await self._at_workers("midflight_open", invitation)
             await self._tell_how()
         except BaseException as error:
             # Over the store: a rank that waits for another one there answers no RPC.
@@ -103,8 +103,7 @@ class Weights:
         )
 
     async def _tell_how(self) -> None:
-        how = await self._core.or_death(self._core.running().collective_rpc("midflight_describe"))
-        self._applied_by(list(how))
+        self._applied_by(await self._at_workers("midflight_describe"))
 
     def _applied_by(self, how: list[str]) -> None:
         """Log how the workers apply updates, when that has changed."""
@@ -120,7 +119,7 @@ class Weights:
         # Over the store first: a worker that sits in a transfer answers no RPC until it fails.
         await asyncio.to_thread(channel.close, f"engine {self._core.name} left")
         if self._core.up:
-            await self._core.or_death(self._core.running().collective_rpc("midflight_close"))
+            await self._at_workers("midflight_close")
 
     def _open(self) -> Channel:
         if self._channel is None:
@@ -173,16 +172,15 @@ class Weights:
 
     async def device_seconds(self) -> float | None:
         """What the last copy took on the devices, where that is known; waits for its end."""
-        llm = self._core.running()
-        found = await self._core.or_death(llm.collective_rpc("midflight_device_seconds"))
+        found = await self._at_workers("midflight_device_seconds")
         return max((seconds for seconds in found if seconds is not None), default=None)
 
     async def receive(self, update: WeightUpdate) -> TransferStats:
         """Receive every tensor, if it was not prefetched, and load it; usable on return."""
-        llm, spec = self._core.running(), self._receiving(update)
+        spec = self._receiving(update)
         began = time.perf_counter()
         with self._dirty_on_error(f"update {update.sync_id} did not arrive"):
-            await self._core.or_death(llm.collective_rpc("midflight_apply", args=(update.sync_id,)))
+            await self._at_workers("midflight_apply", update.sync_id)
             self._state = "received"
         return TransferStats(spec.nbytes, time.perf_counter() - began)
 
@@ -211,6 +209,10 @@ class Weights:
         unused = set.intersection(*(set(answer["unused"]) for answer in answers.values()))
         return await asyncio.to_thread(whole, self._core.name, shapes, parts, unused)
 
+    async def _at_workers(self, method: str, *args: Any) -> list[Any]:
+        llm = self._core.running()
+        return await self._core.or_death(vllm_compat.ask_workers(llm, method, *args))
+
     async def _ask(self, what: str, method: str, *args: str) -> dict[int, dict[str, Any]]:
         """Have every worker do something on a thread, while it decodes; the answer of each rank.
 
@@ -220,7 +222,7 @@ class Weights:
         self._asked += 1
         key = f"{what}/{self._core.name}/{self._asked}"
         llm = self._core.running()
-        await self._core.or_death(llm.collective_rpc(method, args=(*args, key)))
+        await self._at_workers(method, *args, key)
         answers: dict[int, dict[str, Any]] = {}
         for rank in range(first_rank, first_rank + vllm_compat.model_facts(llm)["workers"]):
             text = await self._core.or_death(asyncio.to_thread(meeting.take, f"{key}/{rank}"))

@@ -135,11 +135,18 @@ def _recorded(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> tuple[Reco
             with unchanged(model):
                 recorder.run()
         except Unfit as error:
-            # The others are tried without it, so that all that is wrong is told.
+            # The others are tried without it, so that all that is wrong is told: unless the loader
+            # had taken them all before it raised, and blames none.
             problems.append(str(error))
-            left = [spec for spec in left if spec.name != recorder.current]
-            if len(problems) < _TOLD and left:
-                continue
+            others = [spec for spec in left if spec.name != recorder.current]
+            blamed = len(others) < len(left) and left[-1].name != recorder.current
+            if not blamed or len(problems) == _TOLD:
+                break
+            left = others
+            continue
+        except NoPlan:
+            if not problems:
+                raise
             break
         covered = coverage_of(model, recorder.writes)
         if covered.missing:

@@ -92,8 +92,9 @@ class Planned:
             self._reason = f"the model holds {plan.lossy[0]} in fewer bits than are sent"
             return
         self._plan = plan
-        ties = vllm_model.tied_parameters(self._model)
-        self._ties = {name: first for name, first in ties.items() if name in plan.unused}
+        unused = frozenset(plan.unused)
+        ties = vllm_model.tied_names(self._model, [spec.name for spec in specs])
+        self._ties = {n: to for n, to in ties.items() if n in unused and to not in unused}
 
     def must_fit(self, layout: Layout) -> None:
         """ChannelError if the tensors do not fit a model whose weights are re-packed.

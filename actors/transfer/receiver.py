@@ -36,10 +36,12 @@ from . import heap, runs, tiles, vllm_model
 from .baseline import NativeInbox, NativeIpcInbox, NativeNcclInbox
 from .inbox import Inbox, Invitation, accept_dtypes
 from .ipc import IpcInbox
-from .layout import Layout, dtype_name, worker_rank
+from .layout import Layout, dtype_name, flat_bytes, worker_rank
 from .nccl import NcclInbox
 from .planned import Planned
 from .wire_errors import wire_errors
+
+_COMPARED_BYTES = 64 << 20
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._planned = Planned(self.model, "the engine serves LoRA adapters" if lora else "")
         self._expected: set[str] = set()
         self._tied: dict[str, str] = {}
+        self._twins: dict[str, str] = {}
         self._reloading = False
         self._loaded = False
         self._current = ""
@@ -115,7 +118,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
                 self._planned.must_fit(layout)
             return self._planned.proven is None and not issubclass(inbox_cls, NativeInbox)
 
-        self._inbox = inbox_cls(invitation, rank, accept, self.device)
+        inbox = self._inbox = inbox_cls(invitation, rank, accept, self.device)
+        plan = self._planned.proven
+        if plan is not None and not isinstance(inbox, NativeInbox):
+            inbox.trust_plan(plan)
 
     @wire_errors
     def start_weight_update(self) -> None:
@@ -123,6 +129,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._opened().aside.finish()
         if not self._reloading:
             self._tied = vllm_model.tied_parameters(self.model)
+            names = [slot.spec.name for slot in self._opened().layout.slots]
+            self._twins = vllm_model.tied_names(self.model, names)
         vllm_model.begin_reload(self.model, self.model_config, interrupted=self._reloading)
         self._reloading, self._loaded = True, False
         self._expected = {name for name, _ in self.model.named_parameters()} - set(self._tied)
@@ -308,8 +316,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         if isinstance(inbox, NativeInbox):
             return
         came = inbox.views()
-        for name, first in self._tied.items():
-            if name in came and first in came and not _same_bits(came[name], came[first]):
+        for name, first in self._twins.items():
+            if not _same_bits(came[name], came[first]):
                 raise TransferError(
                     f"{name} and {first} came with different values, and the engine's config ties "
                     "them to one weight: tie them in the trainer too, or untie the engine's"
@@ -322,7 +330,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    # In pieces: on a GPU a comparison takes as much memory again.
+    pieces = [torch.split(flat_bytes(tensor), _COMPARED_BYTES) for tensor in (one, other)]
+    return all(torch.equal(a, b) for a, b in zip(*pieces, strict=True))
 
 
 def _some(names: set[str], limit: int = 8) -> str:

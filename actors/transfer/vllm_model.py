@@ -58,8 +58,10 @@ def as_created(model: torch.nn.Module) -> Iterator[None]:
     try:
         for module, _ in live:
             made, _buffers = get_layerwise_info(module).restore_metadata
-            for name in made and [n for n in module._parameters if n not in SKIP_TENSORS]:
-                del module._parameters[name]
+            replaced = [n for n, p in module._parameters.items() if p is not None] if made else []
+            for name in replaced:
+                if name not in SKIP_TENSORS:
+                    del module._parameters[name]
             for name, placeholder in made.items():
                 # A twin: vLLM's own is what the next reload starts from.
                 parameter = restore_layer_refs(to_meta_tensor(placeholder), module)
@@ -203,6 +205,18 @@ def tied_parameters(model: torch.nn.Module) -> dict[str, str]:
         if known != name:
             tied[name] = known
     return tied
+
+
+def tied_names(model: torch.nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Checkpoint tensors of ``names`` that the model ties to another one of them -> that one.
+
+    Ask before :func:`begin_reload`.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    sent = dict(zip(names, names, strict=True))
+    known = sent if mapper is None else mapper.apply_dict(sent)
+    ties = tied_parameters(model)
+    return {known[n]: known[to] for n, to in ties.items() if n in known and to in known}
 
 
 def refresh_tied(model: torch.nn.Module, tied: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from actors.transfer import vllm_model
 from actors.transfer.digest import digest_all, parts_of, whole
 from actors.transfer.layout import Layout, dtype_name
-from actors.transfer.plan import LoadPlan, NoPlan, Unfit
+from actors.transfer.plan import LoadPlan, NoPlan, Unfit, must_fit
 from actors.transfer.planned import Planned
 from actors.transfer.region import Region
 from orchestrator.errors import ChannelError, TransferError
@@ -343,6 +343,44 @@ def test_all_that_does_not_fit_is_named_at_once() -> None:
     with pytest.raises(Unfit) as caught:
         LoadPlan.record(model, specs_of(many))
     assert str(caught.value).count("raised KeyError") == 5 and len(str(caught.value)) <= 1000
+
+
+def test_what_does_not_fit_is_refused_also_where_another_is_no_plain_copy() -> None:
+    def load(params: dict[str, nn.Parameter], name: str, tensor: torch.Tensor) -> None:
+        params[name].data.copy_(tensor.exp() if name == "c" else tensor)
+
+    model = Model(load, a=(2,), c=(2,))
+    for wrong in (checkpoint(x=(1,), a=(2,), c=(2,)), checkpoint(a=(3,), c=(2,))):
+        with pytest.raises(Unfit, match=f"^{next(iter(wrong))}: "):
+            LoadPlan.record(model, specs_of(wrong))
+        with pytest.raises(Unfit):
+            must_fit(model, specs_of(wrong))
+    must_fit(model, specs_of(checkpoint(a=(2,), c=(2,))))
+
+
+def test_a_loader_that_takes_all_before_it_raises_blames_no_other() -> None:
+    class Eager(Model):
+        def load_weights(self, weights: Weights) -> None:
+            super().load_weights(list(weights))
+
+    tried = {"bad": (1,), "a": (2,), "b": (2,)}
+    with pytest.raises(Unfit) as caught:
+        LoadPlan.record(Eager(plain, a=(2,), b=(2,)), specs_of(checkpoint(**tried)))
+    assert str(caught.value) == "b: load_weights raised KeyError: 'bad'"
+
+
+def test_tied_tensors_are_found_under_the_checkpoints_names() -> None:
+    class Mapper:
+        def apply_dict(self, values: dict[str, str]) -> dict[str, str]:
+            return {f"language.{name}": value for name, value in values.items()}
+
+    model = nn.Module()
+    model.language = Model(plain, embed=(4, 2))
+    model.language.head = model.language.embed
+    assert vllm_model.tied_names(model, ["embed", "head"]) == {}
+    model.hf_to_vllm_mapper = Mapper()
+    assert vllm_model.tied_names(model, ["embed", "head"]) == {"head": "embed"}
+    assert vllm_model.tied_names(model, ["embed"]) == vllm_model.tied_names(model, ["head"]) == {}
 
 
 def test_a_repacked_weight_is_refused() -> None:
