@@ -141,7 +141,7 @@ class Sender(ABC):
 
         ChannelError if there is no memory for it.
         """
-        memory.must_fit(nbytes, torch.device("cpu"), memory.SNAPSHOT)
+        memory.must_have_room(nbytes, torch.device("cpu"), memory.SNAPSHOT)
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def _settle(self) -> None:  # noqa: B027 - a hook, host copies need nothing

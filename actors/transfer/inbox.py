@@ -161,7 +161,7 @@ class Inbox:
 
     def allocate(self, nbytes: int, what: str = _COPY) -> torch.Tensor:
         """A flat uint8 buffer (ChannelError if there is no memory for it)."""
-        memory.must_fit(nbytes, self.device, what)
+        memory.must_have_room(nbytes, self.device, what)
         try:
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:

@@ -32,7 +32,7 @@ _files: dict[int, tuple[int, int]] = {}
 """Address of a host buffer made here -> descriptor of its file, size in bytes."""
 
 
-def must_fit(nbytes: int, device: torch.device, what: str) -> None:
+def must_have_room(nbytes: int, device: torch.device, what: str) -> None:
     """ChannelError, with the numbers, unless ``device`` has memory for ``what`` now.
 
     On the host the kernel hands out pages only when they are written: without this, more than
@@ -57,7 +57,7 @@ def must_fit(nbytes: int, device: torch.device, what: str) -> None:
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """Zeroed flat uint8 that :func:`export` takes (ChannelError if there is no memory)."""
     if device.type == "cpu":
-        must_fit(nbytes, device, SNAPSHOT)
+        must_have_room(nbytes, device, SNAPSHOT)
     try:
         if device.type != "cpu":
             return torch.zeros(nbytes, dtype=torch.uint8, device=device)

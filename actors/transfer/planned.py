@@ -35,7 +35,8 @@ class Planned:
         self._plan: LoadPlan | None = None
         self._proven = False
         self._digester: Digester | None = None
-        self._ties: dict[str, str] = {}
+        self._tied_names: dict[str, str] = {}
+        """Of the unused tensors those that are held under another one's name -> that one."""
 
     @property
     def proven(self) -> LoadPlan | None:
@@ -53,7 +54,7 @@ class Planned:
         """Tensors that the model has no place for."""
         if self._plan is None:
             return ()
-        return [name for name in self._plan.unused if name not in self._ties]
+        return [name for name in self._plan.unused if name not in self._tied_names]
 
     def describe(self) -> str:
         """In words."""
@@ -65,7 +66,7 @@ class Planned:
     def forget(self, reason: str) -> None:
         """There is no plan any more."""
         self._plan, self._proven, self._reason = None, False, reason
-        self._digester, self._ties = None, {}
+        self._digester, self._tied_names = None, {}
 
     def record(self, layout: Layout) -> None:
         """Make a plan for ``layout``, unless there is one for it already.
@@ -83,7 +84,7 @@ class Planned:
             self._reason = f"{derived[0]}{more}"
             return
         try:
-            with _refused(specs):
+            with _misfits_end_the_channel(specs):
                 plan = LoadPlan.record(self._model, specs)
         except NoPlan as error:
             self._reason = str(error)
@@ -94,7 +95,7 @@ class Planned:
         self._plan = plan
         unused = frozenset(plan.unused)
         ties = vllm_model.tied_names(self._model, [spec.name for spec in specs])
-        self._ties = {n: to for n, to in ties.items() if n in unused and to not in unused}
+        self._tied_names = {n: to for n, to in ties.items() if n in unused and to not in unused}
 
     def must_fit(self, layout: Layout) -> None:
         """ChannelError if the tensors do not fit a model whose weights are re-packed.
@@ -105,7 +106,7 @@ class Planned:
         if self._refused or self._plan is not None or not vllm_model.only_packed(self._model):
             return
         specs = [slot.spec for slot in layout.slots]
-        with _refused(specs), vllm_model.as_created(self._model):
+        with _misfits_end_the_channel(specs), vllm_model.as_created(self._model):
             must_fit(self._model, specs)
 
     def prove(self, arrived: Mapping[str, torch.Tensor]) -> None:
@@ -148,15 +149,17 @@ class Planned:
         if not plan.widens:  # else it reads copies, made now
             self._digester = digester
         parts = digester.parts()
-        return parts | {name: parts[first] for name, first in self._ties.items() if first in parts}
+        return parts | {
+            name: parts[first] for name, first in self._tied_names.items() if first in parts
+        }
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {spec.name: spec.shape for spec in self._specs}
 
 
 @contextlib.contextmanager
-def _refused(specs: Sequence[TensorSpec]) -> Iterator[None]:
-    """Unfit is the channel's end: no way to load ``specs`` would work."""
+def _misfits_end_the_channel(specs: Sequence[TensorSpec]) -> Iterator[None]:
+    """Unfit as a ChannelError: no way to load ``specs`` would work."""
     try:
         yield
     except Unfit as error:

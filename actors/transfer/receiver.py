@@ -83,7 +83,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         self._planned = Planned(self.model, "the engine serves LoRA adapters" if lora else "")
         self._expected: set[str] = set()
         self._tied: dict[str, str] = {}
-        self._twins: dict[str, str] = {}
+        """Parameter names, and in _tied_names the checkpoint's: a reload hides both."""
+        self._tied_names: dict[str, str] = {}
         self._reloading = False
         self._loaded = False
         self._current = ""
@@ -130,7 +131,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         if not self._reloading:
             self._tied = vllm_model.tied_parameters(self.model)
             names = [slot.spec.name for slot in self._opened().layout.slots]
-            self._twins = vllm_model.tied_names(self.model, names)
+            self._tied_names = vllm_model.tied_names(self.model, names)
         vllm_model.begin_reload(self.model, self.model_config, interrupted=self._reloading)
         self._reloading, self._loaded = True, False
         self._expected = {name for name, _ in self.model.named_parameters()} - set(self._tied)
@@ -316,7 +317,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
         if isinstance(inbox, NativeInbox):
             return
         came = inbox.views()
-        for name, first in self._twins.items():
+        for name, first in self._tied_names.items():
             if not _same_bits(came[name], came[first]):
                 raise TransferError(
                     f"{name} and {first} came with different values, and the engine's config ties "

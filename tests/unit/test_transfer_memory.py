@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     setattr(free, other, 1 << 60)
     setattr(free, place, 2_500_000_000)
     with pytest.raises(ChannelError) as caught:
-        memory.must_fit(NEEDED, device, "a copy")
+        memory.must_have_room(NEEDED, device, "a copy")
     assert str(caught.value) == told
 
 
@@ -68,15 +68,15 @@ def test_what_fits_to_the_byte_is_taken(
     free: SimpleNamespace, device: torch.device, place: str
 ) -> None:
     setattr(free, place, NEEDED)
-    memory.must_fit(NEEDED, device, "a copy")
+    memory.must_have_room(NEEDED, device, "a copy")
     setattr(free, place, NEEDED - 1)
     with pytest.raises(ChannelError):
-        memory.must_fit(NEEDED, device, "a copy")
+        memory.must_have_room(NEEDED, device, "a copy")
 
 
 def test_what_torch_keeps_of_a_former_buffer_is_free(free: SimpleNamespace) -> None:
     free.cached = NEEDED
-    memory.must_fit(NEEDED, GPU, "a copy")
+    memory.must_have_room(NEEDED, GPU, "a copy")
 
 
 @pytest.mark.parametrize(
